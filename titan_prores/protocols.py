@@ -1,0 +1,197 @@
+"""What the engine asks of each kind of component, and the settings it reads itself.
+
+A component is a class with a nested `Config`; the engine calls it as `Component(config, **context)`, where the context
+is what the `__init__` of its protocol lists. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from titan_prores.config import Section, setting
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from titan_prores.init import InitRule
+    from titan_prores.mesh import Mesh
+    from titan_prores.run_folder import RunFolder
+
+
+# --- Sections with keys that the engine reads ---------------------------------------------------------------------
+
+
+class DatasetSection(Section):
+    """Base of every dataset's Config."""
+
+    validation_fraction: float = setting(
+        0.01, "share of documents held out for validation, chosen by a hash of their text", ge=0, lt=1
+    )
+    cache_folder: str = setting("outputs/token_cache", "where token shards are kept between runs", on_resume="free")
+    shard_tokens: int = setting(
+        100_000_000, "a token shard is closed once it holds this many", unit="tokens", on_resume="free", gt=0
+    )
+    num_workers: int = setting(
+        0, "processes that read samples ahead; the order does not depend on it", on_resume="free", ge=0
+    )
+
+
+class CheckpointSection(Section):
+    """Base of every checkpoint component's Config."""
+
+    enabled: bool = setting(True, "false = neither save nor resume")
+    interval: int = setting(500, "save every so many steps, and after the last", unit="optimizer steps", gt=0)
+
+
+class ValidatorSection(Section):
+    """Base of every validator's Config."""
+
+    enabled: bool = setting(True, "false = never validate")
+    freq: int = setting(100, "validate every so many steps, and after the last", unit="optimizer steps", gt=0)
+
+
+# --- Protocols ----------------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """Text to token ids. Built from its config alone."""
+
+    n_vocab: int
+    eot_id: int  # marks the end of a document
+
+    def __init__(self, config: Section) -> None: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`, 1-d integer array, without an end-of-text mark. Special tokens in it are plain text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+
+    def fingerprint(self) -> str:
+        """A string that changes whenever encodings might; part of the token cache's key."""
+
+
+class Dataset(Protocol):
+    """A source of text. Its Config is a DatasetSection. Built from its config alone, cheaply: reads no document yet."""
+
+    def __init__(self, config: DatasetSection) -> None: ...
+
+    def documents(self) -> Iterator[str]:
+        """Every document once, in an order that is the same each time."""
+
+    def fingerprint(self) -> str:
+        """A string that changes whenever the documents might; part of the token cache's key."""
+
+
+class Model(Protocol):
+    """An nn.Module from tokens_BS (int64) to logits_BSV, built under the meta device.
+
+    Every residual add in it is a `titan_prores.prores.ResidualAdd`.
+    """
+
+    layers: nn.ModuleList  # the blocks, shallowest first; each is sharded, compiled and warmed up as one
+
+    def __init__(self, config: Section, *, vocab_size: int, seq_len: int) -> None: ...
+
+    def init_rules(self) -> Sequence[InitRule]:
+        """Ordered (pattern, distribution) rules; the first whose pattern matches a parameter's name draws it."""
+
+    def fill_buffers(self) -> None:
+        """Compute every non-persistent buffer; called after the model's storage was allocated."""
+
+    def flops_per_token(self) -> int:
+        """Floating point operations of forward and backward for one token of a seq_len sequence."""
+
+
+class Loss(Protocol):
+    """Called as loss(logits_BSV, labels_BS) -> scalar: the fp32 sum over labels that are not -100."""
+
+    def __init__(self, config: Section) -> None: ...
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor: ...
+
+
+class Optimizer(Protocol):
+    """Makes a torch optimizer whose groups' `lr` is the peak; the engine multiplies it by the schedule's factor."""
+
+    def __init__(self, config: Section) -> None: ...
+
+    def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Raises ConfigError for a group pattern that matches no parameter name."""
+
+
+class LRScheduler(Protocol):
+    """Learning rate as a pure function of the number of completed updates."""
+
+    def __init__(self, config: Section, *, total_steps: int) -> None:
+        """Raises ConfigError where the settings do not fit the length of the run."""
+
+    def factor(self, step: int) -> float:
+        """Share of the peak learning rate for the update after `step` completed ones, 0 <= step < total_steps."""
+
+
+class ResidualSchedule(Protocol):
+    """alpha(l, t) of Progressive Residual Warmup, a pure function of the number of completed updates."""
+
+    def __init__(self, config: Section, *, n_layers: int) -> None: ...
+
+    def alpha(self, step: int) -> np.ndarray:
+        """Shape [n_layers], float64; entry l-1 belongs to layer l (1 = shallowest). `step` >= 0."""
+
+
+class Checkpointer(Protocol):
+    """Saves and loads runs. Its Config is a CheckpointSection. All methods are collective over the mesh."""
+
+    def __init__(self, config: CheckpointSection, *, run: RunFolder, mesh: Mesh) -> None: ...
+
+    def choose(self) -> tuple[int | None, str]:
+        """Step to resume at, or None for a fresh start, and one line that says why; the same on all ranks.
+
+        Raises:
+            ConfigError: what the recipe asks for cannot be had, or would start over existing checkpoints.
+        """
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """What `save` was given as meta."""
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fill model and optimizer in place."""
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> Path:
+        """Publish a checkpoint whole; meta is JSON-ready. Returns its folder."""
+
+
+class Validator(Protocol):
+    """Measures the model on held-out text. Its Config is a ValidatorSection."""
+
+    def __init__(self, config: ValidatorSection) -> None: ...
+
+    def validate(self, model: nn.Module, loss: Loss, data: Any, mesh: Mesh, batch_size: int) -> dict[str, float]:
+        """Collective. `data` is the held-out `titan_prores.data.TokenWindows`. Returns the keys of a metrics row."""
+
+
+class Metric:
+    """Base of metrics components, whose hooks do nothing unless overridden. Config: any Section.
+
+    A sink overrides `write`, a probe `measure`. Sinks only work on rank 0; probes may be collective.
+    """
+
+    def __init__(self, config: Section) -> None:
+        self.config = config
+
+    def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
+        """Rank 0, before the first step. `info`: total_steps, start_step, n_layers, recipe (nested tables)."""
+
+    def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
+        """All ranks, each step, after clipping and before the optimizer; what it returns joins the row of `step`."""
+        return {}
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Rank 0, one row a step, or a validation row with validation_loss and validation_perplexity."""
+
+    def close(self) -> None:
+        """Rank 0, at the end of a run however it ends."""

@@ -1,0 +1,237 @@
+"""The one table of components: register(kind, name), lookup(kind, name), names(kind).
+
+Built-in components are imported one kind at a time, when a name of that kind is first asked for. A user's own come
+from a recipe's `import` list, from a `package.module:Object` name, or from a `titan_prores.components` entry point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from titan_prores.errors import ConfigError, nearest
+
+T = TypeVar("T", bound=type)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of component.
+
+    Attributes:
+        summary: one line for `--list-components`.
+        on_resume: whether its settings must be the `same` when a run resumes, unless a setting says otherwise.
+        methods: names that every component of this kind has, checked when a name is looked up.
+    """
+
+    summary: str
+    on_resume: Literal["same", "free"] = "free"
+    methods: tuple[str, ...] = ()
+
+
+KINDS: dict[str, Kind] = {
+    "model": Kind("network from token ids to logits", "same", ("forward", "init_rules", "fill_buffers")),
+    "tokenizer": Kind("text to token ids", "same", ("encode", "decode", "fingerprint")),
+    "dataset": Kind("source of text documents", "same", ("documents", "fingerprint")),
+    "loss": Kind("summed training loss of logits against labels", "same", ("__call__",)),
+    "optimizer": Kind("torch.optim.Optimizer over named parameters", "free", ("build",)),
+    "lr_scheduler": Kind("learning rate as a pure function of the step", "free", ("factor",)),
+    "residual_schedule": Kind("alpha(layer, step) of Progressive Residual Warmup", "same", ("alpha",)),
+    "transform": Kind("change of the model, applied in the order of its phase", "free", ("apply",)),
+    "parallelism": Kind("transform that spreads the model over axes of the device mesh", "free", ("apply", "axes")),
+    "checkpoint": Kind("saves and loads the state of a run", "free", ("choose", "save", "load")),
+    "metrics": Kind("measures a run, or shows its rows", "free", ("write",)),
+    "validator": Kind("measures the model on held-out text", "free", ("validate",)),
+}
+
+_table: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
+_loaded_kinds: set[str] = set()
+_loaded_entry_points = False
+
+ENTRY_POINT_GROUP = "titan_prores.components"
+
+
+def _known_kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise ConfigError(
+            "kind", "is not a kind of component", value=kind, allowed=list(KINDS), nearest=nearest(kind, KINDS)
+        )
+    return kind
+
+
+def register(kind: str, name: str) -> Callable[[T], T]:
+    """Class decorator that makes a component known as `name` among those of `kind`.
+
+    The class needs a nested `Config` (a `titan_prores.config.Section`) and the methods that
+    `titan_prores.protocols` lists for the kind. The first line of its docstring is its summary.
+
+    Raises:
+        ConfigError: the kind does not exist, or another component already has the name.
+    """
+    _known_kind(kind)
+
+    def add(component: T) -> T:
+        other = _table[kind].get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (
+            component.__module__,
+            component.__qualname__,
+        ):
+            raise ConfigError(
+                f"{kind}.{name}",
+                f"{component.__module__}.{component.__qualname__} cannot be registered under a name that "
+                f"{other.__module__}.{other.__qualname__} already has",
+            )
+        _check_shape(kind, name, component)
+        _table[kind][name] = component
+        return component
+
+    return add
+
+
+def _check_shape(kind: str, name: str, component: object) -> None:
+    """A component that could not work is refused by name when it is registered or looked up, not in mid-run."""
+    missing = [m for m in ("Config", *KINDS[kind].methods) if not hasattr(component, m)]
+    if not inspect.isclass(component) or missing:
+        what = f"lacks {', '.join(missing)}" if inspect.isclass(component) else "is not a class"
+        raise ConfigError(f"{kind}.{name}", f"is no {kind} component: it {what} (see titan_prores.protocols)")
+
+
+def builtin_folder() -> Path:
+    """Folder of the built-in components; also holds defaults.toml.
+
+    Raises:
+        ConfigError: another package called `components` is found first on the import path.
+    """
+    spec = importlib.util.find_spec("components")
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    for location in map(Path, locations):
+        if (location / "defaults.toml").is_file():
+            return location
+    if locations or spec is not None:
+        found = locations[0] if locations else spec.origin
+        raise ConfigError(
+            "", f"the package 'components' at {found} hides the one titan_prores ships; run from elsewhere or rename it"
+        )
+    raise ConfigError("", "the package 'components' that ships with titan_prores is not installed")
+
+
+def _load_builtin(kind: str) -> None:
+    if kind in _loaded_kinds:
+        return
+    folder = builtin_folder() / kind
+    for module in pkgutil.iter_modules([str(folder)]):
+        importlib.import_module(f"components.{kind}.{module.name}")
+    _loaded_kinds.add(kind)
+
+
+def _load_entry_points() -> None:
+    global _loaded_entry_points
+    if _loaded_entry_points:
+        return
+    _loaded_entry_points = True
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry_point.load()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"entry point {entry_point.name}",
+                f"cannot be loaded: {type(error).__name__}: {error}",
+                value=entry_point.value,
+                where=entry_point.dist.name if entry_point.dist else None,
+            ) from error
+
+
+def load_plugin(reference: str, relative_to: Path) -> None:
+    """Import one entry of a recipe's `import` list so that it registers its components.
+
+    Args:
+        reference: an importable module name (`pkg.module`), or a path to a file ending in `.py`, taken
+            relative to the folder of the recipe that names it.
+        relative_to: that folder.
+
+    Raises:
+        ConfigError: the file or module does not exist, or raises while it is imported.
+    """
+    try:
+        if reference.endswith(".py"):
+            path = (relative_to / reference).resolve()
+            if not path.is_file():
+                siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+                raise ConfigError(
+                    "import", f"no such file: {path}", value=reference, nearest=nearest(path.name, siblings)
+                )
+            _import_file(path)
+        else:
+            importlib.import_module(reference)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError("import", f"cannot be imported: {type(error).__name__}: {error}", value=reference) from error
+
+
+def _import_file(path: Path) -> None:
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    module_name = f"titan_prores_plugin_{path.stem}_{digest}"
+    if module_name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+
+
+def names(kind: str) -> list[str]:
+    """Registered names of `kind`, sorted."""
+    _known_kind(kind)
+    _load_builtin(kind)
+    _load_entry_points()
+    return sorted(_table[kind])
+
+
+def lookup(kind: str, name: str) -> type:
+    """The component class called `name`, or the object that `package.module:Object` points to.
+
+    Raises:
+        ConfigError: nothing has that name; says what exists and which is spelled nearest.
+    """
+    _known_kind(kind)
+    if ":" in name:
+        return _import_object(kind, name)
+    known = names(kind)
+    if name not in known:
+        raise ConfigError(
+            "name", f"no {kind} is registered under this name", value=name, allowed=known, nearest=nearest(name, known)
+        )
+    return _table[kind][name]
+
+
+def _import_object(kind: str, reference: str) -> type:
+    module_name, _, attribute = reference.partition(":")
+    try:
+        component = getattr(importlib.import_module(module_name), attribute)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError("name", f"cannot be imported: {type(error).__name__}: {error}", value=reference) from error
+    _check_shape(kind, reference, component)
+    return component
+
+
+def summary(component: type) -> str:
+    """First line of the component's docstring."""
+    return (inspect.getdoc(component) or "(no docstring)").splitlines()[0]
