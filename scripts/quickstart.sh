@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs what is needed (see install.sh) and trains a deep little Llama with ProRes on two ranks of this machine.
+# Arguments go to the trainer: bash scripts/quickstart.sh --transforms.prores.enabled=false
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/install.sh
+install_titan_prores
+
+# One thread a rank: two ranks share what may be two cores, and torchrun has nothing to warn about.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+set -- torchrun --standalone --nproc_per_node 2 scripts/train.py --config train_configs/quickstart.toml "$@"
+say "$*"
+exec "$@"
