@@ -10,7 +10,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +74,20 @@ def setting(
 def slot(kind: str, default: str, help: str = "") -> Any:
     """Declare a key of a `Section` that holds another component of `kind`: a table with `name` and its settings."""
     return Field({"name": default}, description=help, json_schema_extra={"slot": kind}, validate_default=False)
+
+
+def one_of(value: str, choices: Iterable[str]) -> str:
+    """For a pydantic validator: `value` if it is one of the choices, else ValueError that names them.
+
+    For choices that live in a table; fixed ones are a `Literal`.
+    """
+    choices = list(choices)
+    if value not in choices:
+        hint = nearest(value, choices)
+        raise ValueError(
+            f"is none of the choices (allowed: {', '.join(choices)})" + (f"; did you mean {hint}?" if hint else "")
+        )
+    return value
 
 
 def slot_kind(info: FieldInfo) -> str | None:

@@ -141,7 +141,8 @@ def _config_error(section: type[Section], fault: Mapping[str, Any], key: Key, tr
     if fault["type"] == "missing":
         return ConfigError(dotted, "is required", where=where)
     if fault["type"] == "value_error":
-        return ConfigError(dotted, str(fault["ctx"]["error"]), where=where)
+        value = {} if not location else {"value": fault["input"]}  # of one key, not of the whole table
+        return ConfigError(dotted, str(fault["ctx"]["error"]), where=where, **value)
     if fault["type"] == "literal_error":
         info = section.model_fields.get(location[0]) if len(location) == 1 else None
         allowed = type_name(info.annotation).replace(" | ", ", ") if info else fault["ctx"]["expected"]

@@ -439,7 +439,9 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     disabled: dict[str, tuple[Part, ...]] = {}
     for section, kind in SETS.items():
         on, off = _resolve_set(section, kind, tree, errors, origins)
-        sets[section], disabled[section] = tuple(on), tuple(off)
+        # By name: the order of tables in a file means nothing.
+        sets[section] = tuple(sorted(on, key=lambda part: part.name))
+        disabled[section] = tuple(sorted(off, key=lambda part: part.name))
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)
     if errors:
         _use_our_names(errors)

@@ -1,0 +1,19 @@
+"""Progressive Residual Warmup, for any PyTorch training loop.
+
+Every residual add `x + F(x)` becomes `x + alpha(l, t) * F(x)`, where alpha warms from 0 to 1, deeper layers later
+(arXiv 2603.05369). Write the adds of a model as `ResidualAdd` modules, then::
+
+    prores = ProRes(model, Schedule("linear", n_layers=len(model.layers), T=1000))
+    for step, batch in enumerate(batches):
+        prores.set_step(step)
+        ...
+
+Nothing here knows recipes, tensor parallelism, FSDP or float8.
+"""
+
+from titan_prores.prores.alpha import AlphaVector
+from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
+from titan_prores.prores.rewrite import AlphaMovedError, ProRes
+from titan_prores.prores.schedules import SCHEDULES, Schedule
+
+__all__ = ["SCHEDULES", "AlphaMovedError", "AlphaVector", "ProRes", "ResidualAdd", "ScaledResidualAdd", "Schedule"]

@@ -1,0 +1,165 @@
+"""Full checkpoints through torch.distributed.checkpoint, published whole by one rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import field_validator
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titan_prores.config import one_of, setting
+from titan_prores.errors import ConfigError
+from titan_prores.log import logger
+from titan_prores.mesh import Mesh
+from titan_prores.protocols import CheckpointSection
+from titan_prores.registry import register
+from titan_prores.run_folder import RunFolder
+
+_STEP = re.compile(r"step-(\d{8,})")
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@register("checkpoint", "dcp")
+class DistributedCheckpoint:
+    """Model and optimizer by torch.distributed.checkpoint, loadable on any number of ranks; published by one rename.
+
+    A checkpoint is a folder `step-<k>`: files of DCP, which hold tensors alone, and `meta.json` with everything else.
+    It is written under another name and renamed when it is complete, so a folder of that name is always whole.
+    """
+
+    class Config(CheckpointSection):
+        folder: str = setting("checkpoint", "below the run folder")
+        resume: str | int = setting(
+            "auto",
+            'at start: "auto" = newest checkpoint or a fresh start, "must" = newest or fail, "never" = fresh start or '
+            "fail, or the step to resume at",
+        )
+        keep_latest_k: int = setting(10, "delete older checkpoints than the last so many; 0 = keep all", ge=0)
+
+        @field_validator("resume")
+        @classmethod
+        def _known_choice(cls, value: str | int) -> str | int:
+            if isinstance(value, int):
+                if value < 1:
+                    raise ValueError("is no step of a checkpoint (allowed: auto, must, never, or a step from 1)")
+                return value
+            return one_of(value, ("auto", "must", "never"))
+
+    def __init__(self, config: Config, *, run: RunFolder, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.folder = run.path / config.folder
+
+    def steps(self) -> list[int]:
+        """Steps that there are whole checkpoints of, ascending."""
+        if not self.folder.is_dir():
+            return []
+        found = [_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if (entry / "meta.json").is_file()]
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def choose(self) -> tuple[int | None, str]:
+        return self.mesh.on_main(self._choose)
+
+    def _choose(self) -> tuple[int | None, str]:
+        resume, steps = self.config.resume, self.steps()
+        present = f"{self.folder} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}"
+        if isinstance(resume, int):
+            if resume not in steps:
+                raise ConfigError("resume", f"there is no checkpoint of this step: {present}", value=resume)
+            return resume, f"resuming at step {resume}, as checkpoint.resume says"
+        if resume == "never":
+            if steps:
+                raise ConfigError(
+                    "resume", f"would start again at step 0 over existing checkpoints: {present}", value=resume,
+                    allowed='"auto" to go on, or another job.dump_folder to start afresh',
+                )  # fmt: skip
+            return None, "starting at step 0, as checkpoint.resume = never says"
+        if steps:
+            return steps[-1], f"resuming at step {steps[-1]}, the newest of {len(steps)} in {self.folder}"
+        if resume == "must":
+            raise ConfigError("resume", f"there is nothing to resume: {present}", value=resume)
+        return None, f"starting at step 0: {present}"
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        return self.mesh.on_main(lambda: json.loads((self._path(step) / "meta.json").read_text(encoding="utf-8")))
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.mesh.on_main(lambda: self._set_aside_after(step))
+        state, groups = self._state(model, optimizer)
+        dcp.load(state, checkpoint_id=self._path(step))
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"] | groups, options=_OPTIONS)
+
+    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, dict], dict[str, Any]]:
+        """What DCP saves, tensors alone, and the optimizer's group settings, which come from the recipe."""
+        flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        groups = {key: value for key, value in flat.items() if key.startswith("param_groups.")}
+        tensors = {key: value for key, value in flat.items() if key not in groups}
+        return {"model": get_model_state_dict(model), "optimizer": tensors}, groups
+
+    def _set_aside_after(self, step: int) -> None:
+        """Move checkpoints of a later step out of the way: the run takes another course from here on."""
+        later = [other for other in self.steps() if other > step]
+        if not later:
+            return
+        aside = next(p for n in range(1, 10**6) if not (p := self.folder / f"set-aside-{n}").exists())
+        aside.mkdir()
+        for other in later:
+            self._path(other).rename(aside / self._path(other).name)
+        logger.info("checkpoints of steps %s moved to %s", ", ".join(map(str, later)), aside)
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> Path:
+        unfinished = self.folder / f".unfinished-step-{step:08d}"
+        self.mesh.on_main(lambda: self._prepare(unfinished, step))
+        state, _ = self._state(model, optimizer)
+        dcp.save(state, checkpoint_id=unfinished)
+        self.mesh.on_main(lambda: self._publish(unfinished, step, meta))
+        return self._path(step)
+
+    def _prepare(self, unfinished: Path, step: int) -> None:
+        if self._path(step).exists():
+            raise RuntimeError(f"{self._path(step)} exists already")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".unfinished-*"):
+            shutil.rmtree(leftover)
+        unfinished.mkdir()
+
+    def _publish(self, unfinished: Path, step: int, meta: Mapping[str, Any]) -> None:
+        with open(unfinished / "meta.json", "w", encoding="utf-8") as file:
+            json.dump(meta, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(unfinished)
+        unfinished.rename(self._path(step))
+        _sync_folder(self.folder)
+        keep = self.config.keep_latest_k
+        for old in self.steps()[:-keep] if keep else []:
+            doomed = self.folder / f".unfinished-removal-{old}"
+            self._path(old).rename(doomed)  # half a checkpoint must not look like one
+            shutil.rmtree(doomed)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames and new files of a folder last through a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,254 @@
+"""Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention (arXiv 2302.13971, 2307.09288).
+
+Shape suffixes: B batch, S sequence, D dim, H query heads, K key-value heads, E head_dim, F ffn_dim, V vocabulary.
+Weights have the names and layouts of transformers' LlamaForCausalLM up to renaming: rotary positions pair the two
+halves of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import field_validator, model_validator
+from torch import nn
+
+from components.model.norm_schemes import NORM_SCHEMES, Placement
+from components.model.weight_inits import WEIGHT_INITS
+from titan_prores.config import Section, one_of, setting
+from titan_prores.errors import ConfigError, nearest
+from titan_prores.init import InitRule
+from titan_prores.prores import ResidualAdd
+from titan_prores.registry import register
+
+# name -> (dim, ffn_dim, n_heads, n_layers); the shapes of the ProRes paper and its reference code.
+_SHAPES = {
+    "debug": (64, 176, 4, 4),
+    "71M": (512, 1368, 8, 12),
+    **{f"71M-{n_layers}": (512, 1368, 8, n_layers) for n_layers in (24, 48, 72, 96, 120)},
+    "130M": (768, 2048, 12, 12),
+    "350M": (1024, 2736, 16, 24),
+    "1.3B": (2048, 5632, 32, 24),
+    "3B": (2560, 6848, 32, 32),
+    "7B": (4096, 11008, 32, 32),
+}
+FLAVORS = {
+    name: {"dim": dim, "ffn_dim": ffn_dim, "n_heads": n_heads, "n_layers": n_layers}
+    for name, (dim, ffn_dim, n_heads, n_layers) in _SHAPES.items()
+}
+
+
+class LlamaConfig(Section):
+    """Shape of a Llama. `flavor` fills dim, ffn_dim, n_heads and n_layers where they are not given."""
+
+    flavor: str = setting("debug", f"named shape: {', '.join(FLAVORS)}", on_resume="free")
+    dim: int = setting(help="width of the residual stream", gt=0)
+    n_layers: int = setting(help="number of blocks", gt=0)
+    n_heads: int = setting(help="query heads", gt=0)
+    n_kv_heads: int | None = setting(None, "key-value heads, shared by groups of query heads; default n_heads", gt=0)
+    ffn_dim: int = setting(help="inner width of the feed-forward", gt=0)
+    vocab_size: int | None = setting(None, "rows of the embedding; default what the tokenizer needs", gt=0)
+    norm: str = setting("pre", f"where norms stand: {', '.join(NORM_SCHEMES)}")
+    norm_eps: float = setting(1e-5, "epsilon of RMSNorm", gt=0)
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
+    tie_embeddings: bool = setting(False, "output projection shares the embedding's weight")
+    init: str = setting("trunc_normal", f"how weights are drawn: {', '.join(WEIGHT_INITS)}")
+    init_std: float = setting(0.02, "standard deviation of the weights", gt=0)
+
+    @classmethod
+    def presets(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        flavor = given.get("flavor", "debug")
+        if not isinstance(flavor, str) or flavor not in FLAVORS:
+            raise ConfigError(
+                "flavor", "is no flavor of llama", value=flavor, allowed=list(FLAVORS),
+                nearest=nearest(str(flavor), FLAVORS),
+            )  # fmt: skip
+        return FLAVORS[flavor], f"flavor {flavor}"
+
+    @field_validator("norm")
+    @classmethod
+    def _known_norm(cls, value: str) -> str:
+        return one_of(value, NORM_SCHEMES)
+
+    @field_validator("init")
+    @classmethod
+    def _known_init(cls, value: str) -> str:
+        return one_of(value, WEIGHT_INITS)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> LlamaConfig:
+        if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
+            even = [n for n in range(1, self.dim + 1) if self.dim % n == 0 and self.dim // n % 2 == 0]
+            raise ValueError(
+                f"dim {self.dim} / n_heads {self.n_heads} must be an even integer (n_heads can be one of "
+                f"{', '.join(map(str, even)) or 'none: dim must be even'})"
+            )
+        if self.n_heads % (self.n_kv_heads or self.n_heads):
+            fitting = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            raise ValueError(
+                f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads} "
+                f"(n_kv_heads can be one of {', '.join(map(str, fitting))})"
+            )
+        return self
+
+
+class Rotary(nn.Module):
+    """Tables of cos and sin, fp32, [S, E/2]; not in the state dict."""
+
+    def __init__(self, head_dim: int, seq_len: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.seq_len, self.theta = head_dim, seq_len, theta
+        self.register_buffer("cos_SE", torch.empty(seq_len, head_dim // 2), persistent=False)
+        self.register_buffer("sin_SE", torch.empty(seq_len, head_dim // 2), persistent=False)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Compute the tables on the buffers' device."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        frequencies = 1.0 / self.theta**exponents
+        angles_SE = torch.outer(torch.arange(self.seq_len, dtype=torch.float32), frequencies)
+        self.cos_SE.copy_(angles_SE.cos())
+        self.sin_SE.copy_(angles_SE.sin())
+
+    def forward(self, x_BSHE: torch.Tensor) -> torch.Tensor:
+        """Rotate by position, in fp32, returned in the input's dtype."""
+        length = x_BSHE.shape[1]
+        cos, sin = self.cos_SE[:length, None, :], self.sin_SE[:length, None, :]
+        first, second = x_BSHE.float().chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.type_as(x_BSHE)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.n_heads
+        n_kv_heads = config.n_kv_heads or config.n_heads
+        self.grouped = n_kv_heads != config.n_heads
+        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        # -1 for the number of heads: a rank of a tensor-parallel group has only its own.
+        q_BSHE = rotary(self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)))
+        k_BSKE = rotary(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)))
+        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        out_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2),
+            is_causal=True, enable_gqa=self.grouped,
+        )  # fmt: skip
+        return self.wo(out_BHSE.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x) (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class BranchScaledRMSNorm(nn.RMSNorm):
+    """RMSNorm with a constant factor, kept as a tensor: a float that differs by layer costs a graph a layer."""
+
+    def __init__(self, dim: int, eps: float, scale: float) -> None:
+        super().__init__(dim, eps)
+        self.scale = scale
+        self.register_buffer("factor", torch.empty(()), persistent=False)
+
+    def fill(self) -> None:
+        """Put the constant into the buffer."""
+        self.factor.fill_(self.scale)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BSD) * self.factor
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each as out_norm(c * x + a * res_norm(f(s * in_norm(x))))."""
+
+    def __init__(self, config: LlamaConfig, placement: Placement) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        for branch in ("attention", "ffn"):
+            self.add_module(f"{branch}_norm", _norm(placement.in_norm, config, placement.branch_scale))
+            self.add_module(f"{branch}_post_norm", _norm(placement.res_norm, config))
+            self.add_module(f"{branch}_add", ResidualAdd(placement.skip_scale))
+            self.add_module(f"{branch}_out_norm", _norm(placement.out_norm, config))
+
+    def forward(self, x_BSD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        branch_BSD = self.attention_post_norm(self.attention(self.attention_norm(x_BSD), rotary))
+        x_BSD = self.attention_out_norm(self.attention_add(x_BSD, branch_BSD))
+        branch_BSD = self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD)))
+        return self.ffn_out_norm(self.ffn_add(x_BSD, branch_BSD))
+
+
+def _norm(present: bool, config: LlamaConfig, scale: float = 1.0) -> nn.Module:
+    if not present:
+        if scale != 1.0:
+            raise ValueError("branch_scale needs in_norm")
+        return nn.Identity()
+    return nn.RMSNorm(config.dim, config.norm_eps) if scale == 1.0 else BranchScaledRMSNorm(
+        config.dim, config.norm_eps, scale
+    )  # fmt: skip
+
+
+@register("model", "llama")
+class Llama(nn.Module):
+    """Llama decoder: rotary, RMSNorm, SwiGLU, grouped-query attention; norm placement and init by name."""
+
+    Config = LlamaConfig
+
+    def __init__(self, config: LlamaConfig, *, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        if config.vocab_size is not None and config.vocab_size < vocab_size:
+            raise ConfigError("vocab_size", f"the tokenizer has {vocab_size} ids", value=config.vocab_size)
+        self.config = config
+        self.vocab_size = config.vocab_size or vocab_size
+        self.seq_len = seq_len
+        scheme = NORM_SCHEMES[config.norm]
+        self.tok_embeddings = nn.Embedding(self.vocab_size, config.dim)
+        self.rotary = Rotary(config.dim // config.n_heads, seq_len, config.rope_theta)
+        self.layers = nn.ModuleList(
+            Block(config, scheme(layer, config.n_layers)) for layer in range(1, config.n_layers + 1)
+        )
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        # Tied: the embedding's weight is used in place. A shared Parameter would not survive meta to_empty().
+        self.output = None if config.tie_embeddings else nn.Linear(config.dim, self.vocab_size, bias=False)
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, S], int64, to logits [B, S, V] in the dtype of the computation."""
+        x_BSD = self.tok_embeddings(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, self.rotary)
+        x_BSD = self.norm(x_BSD)
+        if self.output is None:
+            return F.linear(x_BSD, self.tok_embeddings.weight)
+        return self.output(x_BSD)
+
+    def init_rules(self) -> list[InitRule]:
+        return WEIGHT_INITS[self.config.init](self.config.dim, self.config.n_layers, self.config.init_std)
+
+    def fill_buffers(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (Rotary, BranchScaledRMSNorm)):
+                module.fill()
+
+    def flops_per_token(self) -> int:
+        """6 a matmul weight, and 12 * L * dim * S for attention, as PaLM counts (arXiv 2204.02311, appendix B)."""
+        weights = sum(p.numel() for p in self.parameters())
+        if not self.config.tie_embeddings:
+            weights -= self.tok_embeddings.weight.numel()  # a lookup, no matmul
+        return 6 * weights + 12 * self.config.n_layers * self.config.dim * self.seq_len

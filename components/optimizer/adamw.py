@@ -1,0 +1,42 @@
+"""AdamW (arXiv 1711.05101) as torch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from titan_prores.config import Section, setting
+from titan_prores.parameter_groups import NO_DECAY, ParameterGroup, split
+from titan_prores.registry import register
+
+
+@register("optimizer", "adamw")
+class AdamW:
+    """torch.optim.AdamW; by default no weight decay on norms and embeddings."""
+
+    class Config(Section):
+        lr: float = setting(1e-3, "peak learning rate", gt=0)
+        beta1: float = setting(0.9, "decay of the mean of gradients", ge=0, lt=1, on_resume="same")
+        beta2: float = setting(0.95, "decay of the mean of squared gradients", ge=0, lt=1, on_resume="same")
+        eps: float = setting(1e-8, "added to the root of the squared mean", gt=0, on_resume="same")
+        weight_decay: float = setting(0.1, "decoupled decay, times the learning rate", ge=0, on_resume="same")
+        groups: tuple[ParameterGroup, ...] | None = setting(
+            None,
+            "ordered parameter groups; a parameter belongs to the first whose pattern matches its name; "
+            f"default: no weight decay on {', '.join(NO_DECAY)}",
+            on_resume="same",
+        )
+        implementation: Literal["for-loop", "foreach", "fused"] = setting("fused", "which of torch's implementations")
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        c = self.config
+        return torch.optim.AdamW(
+            split(named_parameters, c.groups, c.lr, c.weight_decay), lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps,
+            foreach=c.implementation == "foreach", fused=c.implementation == "fused",
+        )  # fmt: skip

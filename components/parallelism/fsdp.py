@@ -1,0 +1,61 @@
+"""FSDP2 and HSDP: torch's fully_shard over every block and the root."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from titan_prores.config import Section, setting
+from titan_prores.registry import register
+from titan_prores.transform import Facts, Parallelism, Phase
+
+
+@register("parallelism", "fsdp")
+class FullyShardedDataParallel(Parallelism):
+    """FSDP2 over dp_shard, HSDP where dp_replicate is more than 1; also carries mixed precision."""
+
+    class Config(Section):
+        reshard_after_forward: Literal["default", "always", "never"] = setting(
+            "default", "free gathered weights of a block after forward; default = always, but for the root"
+        )
+
+    phase = Phase.DATA_PARALLEL
+    axes = ("dp_replicate", "dp_shard")
+
+    def apply(self, model: nn.Module, facts: Facts) -> None:
+        mesh = facts.mesh.device_mesh
+        sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
+        # None leaves the dtype alone; naming fp32 would only add copies.
+        policy = MixedPrecisionPolicy(
+            param_dtype=facts.param_dtype if facts.param_dtype != torch.float32 else None,
+            reduce_dtype=facts.reduce_dtype,
+        )
+        reshard = self.config.reshard_after_forward
+        for layer in model.layers:
+            fully_shard(layer, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard != "never")
+        fully_shard(model, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard == "always")
+        # The loss is divided by the global number of labels, so gradients are summed over ranks, not averaged.
+        # gloo has no scaled sum, hence the second call.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self.model, self.mesh = model, facts.mesh
+        facts.handled |= {*self.axes, "mixed_precision"}
+
+    def verify(self, model: nn.Module, facts: Facts) -> None:
+        plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        if plain:
+            raise RuntimeError(f"parameters that were not sharded: {', '.join(plain[:3])}")
+
+    def describe(self) -> str:
+        degrees = self.mesh.degrees
+        kind = f"HSDP, {degrees['dp_replicate']} replicas of" if degrees["dp_replicate"] > 1 else "FSDP2,"
+        return f"{kind} {degrees['dp_shard']} shards"
+
+    def before_microbatch(self, *, last: bool) -> None:
+        self.model.set_requires_gradient_sync(last)

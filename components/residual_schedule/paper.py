@@ -1,0 +1,43 @@
+"""The residual schedules of the ProRes paper, one entry each in `titan_prores.prores.SCHEDULES`."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import model_validator
+
+from titan_prores.config import Section, setting
+from titan_prores.prores.schedules import SCHEDULES, Schedule, check_length
+from titan_prores.registry import register
+
+
+def _component(name: str) -> type:
+    class Constant(Section):
+        pass
+
+    class Length(Section):
+        T: float | None = setting(None, "warmup length of the first layer", unit="optimizer steps")
+        total: float | None = setting(
+            None, "instead of T: the step at which every layer has reached alpha = 1", unit="optimizer steps"
+        )
+
+        @model_validator(mode="after")
+        def _one_length(self) -> Length:
+            check_length(name, self.T, self.total)
+            return self
+
+    class PaperSchedule:
+        Config = Length if SCHEDULES[name].stages else Constant
+
+        def __init__(self, config: Section, *, n_layers: int) -> None:
+            self._schedule = Schedule(name, n_layers, **config.model_dump())
+
+        def alpha(self, step: int) -> np.ndarray:
+            return self._schedule(step)
+
+    PaperSchedule.__doc__ = SCHEDULES[name].summary
+    PaperSchedule.__qualname__ = f"PaperSchedule[{name}]"
+    return PaperSchedule
+
+
+for _name in SCHEDULES:
+    register("residual_schedule", _name)(_component(_name))

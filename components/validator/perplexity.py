@@ -1,0 +1,62 @@
+"""Perplexity on held-out text."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from titan_prores.config import setting
+from titan_prores.data import TokenWindows
+from titan_prores.mesh import Mesh
+from titan_prores.protocols import Loss, ValidatorSection
+from titan_prores.registry import register
+
+
+@register("validator", "perplexity")
+class Perplexity:
+    """exp of the mean token cross-entropy of the held-out text, every token counted once on any number of ranks."""
+
+    class Config(ValidatorSection):
+        max_tokens: int = setting(
+            1_000_000, "take the first tokens of the held-out text only; 0 = all", unit="tokens", ge=0
+        )
+        batch_size: int = setting(0, "sequences a rank takes at once; 0 = training.local_batch_size", ge=0)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @torch.no_grad()
+    def validate(
+        self, model: nn.Module, loss: Loss, data: TokenWindows, mesh: Mesh, batch_size: int
+    ) -> dict[str, float]:
+        """Loss in nats a token, perplexity, and the number of tokens scored.
+
+        alpha of ProRes stays where training has it.
+        """
+        batch_size = self.config.batch_size or batch_size
+        n_windows = len(data)
+        if self.config.max_tokens:
+            n_windows = min(n_windows, max(self.config.max_tokens // data.seq_len, 1))
+        # float64: a long sum of fp32 losses would depend on how it is split over ranks.
+        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        training = model.training
+        model.eval()
+        for first in range(0, n_windows, batch_size * mesh.data_size):
+            mine = range(first + mesh.data_rank * batch_size, first + (mesh.data_rank + 1) * batch_size)
+            # Every rank runs the same number of forward passes; past the end it scores nothing.
+            samples = [data[min(window, n_windows - 1)] for window in mine]
+            tokens_BS = torch.stack([tokens for tokens, _ in samples]).to(mesh.device)
+            labels_BS = torch.stack([labels for _, labels in samples]).to(mesh.device)
+            labels_BS[torch.tensor([window >= n_windows for window in mine])] = -100
+            total[0] += loss(model(tokens_BS), labels_BS)
+            total[1] += (labels_BS != -100).sum()
+        model.train(training)
+        summed, count = mesh.sum_over_data(total).tolist()
+        mean = summed / count
+        return {
+            "validation_loss": mean,
+            "validation_perplexity": math.exp(mean) if mean < 700 else math.inf,
+            "validation_tokens": int(count),
+        }

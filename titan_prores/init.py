@@ -1,0 +1,98 @@
+"""Weights by parameter name: the same on every mesh.
+
+Each full tensor is drawn on the training device from a generator seeded by (seed, name), then every rank keeps its own
+part. Nothing depends on the order of parameters or on the number of ranks. (Drawing a sharded DTensor in place gives
+every rank of a CPU mesh the same shard.)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# Fills a full fp32 tensor in place, drawing from the generator.
+Distribution = Callable[[torch.Tensor, torch.Generator], None]
+
+
+def ones(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """All ones; for norm weights."""
+    tensor.fill_(1.0)
+
+
+def zeros(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """All zeros; for biases."""
+    tensor.zero_()
+
+
+def normal(std: float) -> Distribution:
+    """Normal with mean 0."""
+    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+
+
+def trunc_normal(std: float, cut: float = 3.0) -> Distribution:
+    """Normal with mean 0, redrawn outside `cut` standard deviations; at 3 the resulting std is 0.9866 of `std`."""
+    # The bounds of torch's trunc_normal_ are absolute.
+    return lambda tensor, generator: nn.init.trunc_normal_(tensor, 0.0, std, -cut * std, cut * std, generator=generator)
+
+
+@dataclass(frozen=True)
+class InitRule:
+    """How parameters whose name matches a shell-style pattern are drawn."""
+
+    pattern: str
+    distribution: Distribution
+
+
+def match_rules(rules: Sequence[InitRule], names: Iterable[str]) -> dict[str, InitRule]:
+    """Parameter name -> the first rule whose pattern matches it.
+
+    Raises:
+        ValueError: a name that no rule matches, or a rule that matches no name and is not shadowed by earlier ones.
+    """
+    names = list(names)
+    matched: dict[str, InitRule] = {}
+    for name in names:
+        rule = next((r for r in rules if fnmatch.fnmatchcase(name, r.pattern)), None)
+        if rule is None:
+            raise ValueError(f"no init rule matches the parameter {name}")
+        matched[name] = rule
+    for rule in rules:
+        if not any(fnmatch.fnmatchcase(name, rule.pattern) for name in names):
+            raise ValueError(f"the init rule for {rule.pattern} matches no parameter")
+    return matched
+
+
+def name_seed(seed: int, name: str) -> int:
+    """Seed of one parameter's generator."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
+    """Draw every parameter of a materialised, possibly sharded model.
+
+    Args:
+        model: parameters may be plain tensors or DTensors of any placement and dtype.
+        rules: the model's `init_rules()`.
+        seed: the run's seed.
+    """
+    parameters = dict(model.named_parameters())
+    for name, rule in match_rules(rules, parameters).items():
+        parameter = parameters[name]
+        generator = torch.Generator(device=parameter.device).manual_seed(name_seed(seed, name))
+        # fp32 whatever the training dtype, so that bf16 weights are rounded fp32 weights.
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        rule.distribution(full, generator)
+        full = full.to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
+        else:
+            parameter.copy_(full)

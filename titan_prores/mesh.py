@@ -1,0 +1,167 @@
+"""Ranks, the device mesh and reductions over it. The only place that starts a process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_prores.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among those that torchrun started; one rank without torchrun."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets."""
+        read = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        return cls(int(read["RANK"] or 0), int(read["LOCAL_RANK"] or 0), int(read["WORLD_SIZE"] or 1))
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this rank.
+
+    Args:
+        wanted: "auto", "cpu" or "cuda".
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there, or has fewer devices than this host has ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("job.device", "no CUDA device is available", value=wanted, allowed="auto, cpu")
+    if local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError("job.device", f"local rank {local_rank} has no device: this host has {count}", value=wanted)
+    return torch.device("cuda", local_rank)
+
+
+class Mesh:
+    """The device mesh of a run with the few reductions that the engine needs.
+
+    Attributes:
+        degrees: axis -> ranks along it, outermost first.
+        device_mesh: the same as torch sees it; every axis is there, of degree 1 too.
+        device: this rank's device.
+        store: key-value store that all ranks share; None on a fake process group.
+    """
+
+    def __init__(self, degrees: Mapping[str, int], device: torch.device, store: dist.Store | None) -> None:
+        self.degrees = dict(degrees)
+        self.device = device
+        self.store = store
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
+        )
+        data = self.device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        self._data_group = data.get_group()
+        self.data_rank = data.get_local_rank()
+        self.data_size = data.size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes logs, metrics and the run folder."""
+        return self.rank == 0
+
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over ranks that see different samples, in place; every rank of a TP group gets the same."""
+        if self.data_size > 1:
+            dist.all_reduce(tensor, group=self._data_group)
+        return tensor
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 alone; every rank gets its picklable result, or raises what it raised."""
+        box: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                box[0] = action()
+            except Exception as error:
+                box[1] = error
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, by rank, on all ranks."""
+        values: list[Any] = [None] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+            return values
+        return [value]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Timeout of every collective from now on."""
+        groups = [self.device_mesh.get_group(axis) for axis in self.degrees]
+        for group in [None, self._data_group, *groups]:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Process groups of the run: the world and one an axis."""
+        return [dist.group.WORLD, *(self.device_mesh.get_group(axis) for axis in self.degrees)]
+
+
+def start(degrees: Mapping[str, int], device: torch.device, world: World, timeout_seconds: float) -> Mesh:
+    """Start the process group and lay the mesh over it.
+
+    Args:
+        degrees: axis -> degree; their product is the world's size.
+        device: this rank's device; decides between nccl and gloo.
+        timeout_seconds: of every collective.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        store.set_timeout(timeout)
+    else:
+        store, rank, size = dist.HashStore(), 0, 1
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
+    )
+    return Mesh(degrees, device, store)
+
+
+def start_fake(degrees: Mapping[str, int]) -> Mesh:
+    """A mesh of any size in this one process, for `--check`: collectives do nothing, tensors stay on meta."""
+    # Registers the backend called "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    size = 1
+    for degree in degrees.values():
+        size *= degree
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return Mesh(degrees, torch.device("cpu"), None)
+
+
+def stop() -> None:
+    """End the process group, if there is one, after a run that went well on all ranks."""
+    if dist.is_initialized():
+        if dist.get_backend() != "fake" and dist.get_world_size() > 1:
+            dist.barrier()  # without it a rank now and then aborts at exit while another still talks to it
+        dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""Transforms: changes of a model that declare their phase, so that a recipe never chooses an order.
+
+Wrong orders fail late or silently: tensor parallelism before the float8 swap raises, compiling before tensor
+parallelism shards nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from titan_prores.config import Section
+from titan_prores.errors import ConfigError
+from titan_prores.recipe import AXES
+
+if TYPE_CHECKING:
+    from titan_prores.mesh import Mesh
+
+
+class Phase(IntEnum):
+    """When a transform is applied, first to last."""
+
+    REWRITE = 1  # replaces modules of the model itself: ProRes
+    PRECISION = 2  # swaps linears: float8
+    TENSOR_PARALLEL = 3  # shards linears over an axis
+    WRAP = 4  # activation checkpointing and compile
+    DATA_PARALLEL = 5  # FSDP2, HSDP
+
+
+@dataclass
+class Facts:
+    """What transforms are told, and what the ones before have left for them.
+
+    Attributes:
+        mesh: the device mesh of the run.
+        param_dtype: dtype of weights in forward and backward.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        applied: names of the transforms applied so far, in order.
+        handled: what a transform has taken care of: a mesh axis, or "mixed_precision". The engine refuses a model
+            on which something it needs is left over.
+        notes: anything else that a transform leaves for later ones, by name.
+    """
+
+    mesh: Mesh
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    applied: list[str] = field(default_factory=list)
+    handled: set[str] = field(default_factory=set)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Transform:
+    """Base of transforms and parallelisms. Hooks do nothing unless overridden.
+
+    Attributes:
+        phase: place in the order; may be set per instance where it depends on the settings.
+        needs: names of transforms that must be on as well.
+        conflicts: names of transforms that must not.
+    """
+
+    phase: Phase
+    needs: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: Section) -> None:
+        self.config = config
+
+    def check(self, model: nn.Module) -> None:
+        """Look at the untransformed model on the meta device, before any process group exists.
+
+        Raises:
+            ConfigError: the settings do not fit the model; its key is relative to the transform's section.
+        """
+
+    def apply(self, model: nn.Module, facts: Facts) -> None:
+        """Change the model, which is on the meta device, in place."""
+        raise NotImplementedError
+
+    def verify(self, model: nn.Module, facts: Facts) -> None:
+        """Raise RuntimeError unless the change took effect. A transform that matched nothing is an error."""
+
+    def describe(self) -> str:
+        """One line for the log and `--check`: what was done."""
+        return ""
+
+    def on_materialize(self, model: nn.Module) -> None:
+        """The model's storage was allocated and its weights drawn; refill whatever lives outside of them."""
+
+    def before_step(self, step: int) -> None:
+        """Before the first microbatch of the update after `step` completed ones."""
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Before each forward pass of an update; `last` is the one whose backward must sum gradients over ranks."""
+
+    def after_step(self, step: int) -> None:
+        """After the optimizer; `step` counts the completed updates, this one included."""
+
+    def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
+        """Keys for the metrics row of update `step`; `detailed` asks for per-layer lists too."""
+        return {}
+
+
+class Parallelism(Transform):
+    """A transform that spreads the model over mesh axes.
+
+    Attributes:
+        axes: axes that it handles; it is applied to every run that has it on, of degree 1 too.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ()
+
+
+def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], facts: Facts) -> list[str]:
+    """Apply named transforms in the order of their phases and verify each.
+
+    Returns:
+        A line for each: "name: what it did".
+
+    Raises:
+        ConfigError: the recipe needs something of the model that no transform provides.
+        RuntimeError: a transform had no effect or changed the names of weights.
+    """
+    lines = []
+    for name, transform in sorted(transforms, key=lambda pair: pair[1].phase):
+        keys = list(model.state_dict())
+        transform.apply(model, facts)
+        transform.verify(model, facts)
+        if list(model.state_dict()) != keys:
+            changed = sorted(set(keys) ^ set(model.state_dict()))[:3]
+            raise RuntimeError(f"{name} changed the names of weights: {', '.join(changed)} ...")
+        facts.applied.append(name)
+        lines.append(f"{name}: {transform.describe()}")
+    for axis, degree in facts.mesh.degrees.items():
+        if degree > 1 and axis not in facts.handled:
+            raise ConfigError(
+                f"parallelism.{AXES[axis]}", "no parallelism that is on handles this axis of the mesh", value=degree
+            )
+    if facts.param_dtype != torch.float32 and "mixed_precision" not in facts.handled:
+        dtype = str(facts.param_dtype).removeprefix("torch.")
+        raise ConfigError("training.mixed_precision_param", "no parallelism that is on handles it", value=dtype)
+    return lines
