@@ -1,0 +1,107 @@
+"""Documents from the Hugging Face hub, or from a local data set in a form that the datasets library knows."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from titan_prores.config import setting
+from titan_prores.errors import ConfigError, nearest
+from titan_prores.protocols import DatasetSection
+from titan_prores.registry import register
+
+
+@register("dataset", "huggingface")
+class HuggingFaceDataset:
+    """A data set of the Hugging Face hub, streamed; never runs code that comes with it."""
+
+    class Config(DatasetSection):
+        """Settings of the dataset."""
+
+        path: str = setting(help="name on the hub such as allenai/c4, a local folder, or a format such as json")
+        subset: str | None = setting(None, "configuration of the data set, such as en")
+        split: str = setting(
+            "train", "split of the data set, or several as a+b; validation text is held out of it by hash"
+        )
+        field: str = setting("text", "column that holds the text of a document")
+        data_files: tuple[str, ...] | None = setting(None, "only these files of the data set; globs, or local paths")
+        revision: str | None = setting(None, "branch, tag or commit on the hub; None = its main branch")
+        max_documents: int | None = setting(None, "stop after this many; None = all", gt=0)
+
+    def __init__(self, config: Config) -> None:
+        """
+        Raises:
+            ConfigError: the datasets library is not installed.
+        """
+        self.config = config
+        if importlib.util.find_spec("datasets") is None:
+            raise ConfigError(
+                "name", "needs the package datasets: pip install 'titan-prores[huggingface]'", value="huggingface"
+            )
+
+    @cached_property
+    def _builder(self) -> Any:
+        """The library's builder, its files resolved to one revision that fingerprint and documents share."""
+        from datasets import load_dataset_builder
+
+        config = self.config
+        try:
+            return load_dataset_builder(
+                config.path,
+                config.subset,
+                data_files=None if config.data_files is None else list(config.data_files),
+                revision=config.revision,
+            )
+        except Exception as error:
+            raise _config_error("path", "cannot be opened", config.path, error) from error
+
+    def documents(self) -> Iterator[str]:
+        """Documents in the order of the data set, unshuffled.
+
+        Raises:
+            ConfigError: the data set, its split or the field does not exist, or reading it fails.
+        """
+        config, builder = self.config, self._builder
+        known = list(builder.config.data_files or builder.info.splits or ())
+        if known and not set(config.split.split("+")) <= set(known):
+            raise ConfigError(
+                "split", "is no split of the data set", value=config.split, allowed=known,
+                nearest=nearest(config.split, known),
+            )  # fmt: skip
+        try:
+            for row in islice(builder.as_streaming_dataset(split=config.split), config.max_documents):
+                yield self._text(row)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise _config_error("path", "cannot be read", config.path, error) from error
+
+    def _text(self, row: dict[str, Any]) -> str:
+        field = self.config.field
+        if field not in row:
+            raise ConfigError(
+                "field", "is no column of the data set", value=field, allowed=list(row), nearest=nearest(field, row)
+            )
+        if not isinstance(row[field], str):
+            raise ConfigError("field", f"must hold text, not {type(row[field]).__name__}", value=field)
+        return row[field]
+
+    def fingerprint(self) -> str:
+        """Hash of the settings, and of the files with their commit on the hub or, on disk, their time of change."""
+        config, files = self.config, self._builder.config.data_files or {}
+        parts = [
+            [config.path, config.subset, config.split, config.field, config.data_files, config.max_documents],
+            {split: [list(found), found.origin_metadata] for split, found in files.items()},
+            self._builder.hash,
+        ]
+        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def _config_error(key: str, problem: str, value: str, error: Exception) -> ConfigError:
+    lines = str(error).strip().splitlines() or [""]
+    return ConfigError(key, f"{problem}: {type(error).__name__}: {lines[0]}".rstrip(": "), value=value)

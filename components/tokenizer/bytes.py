@@ -1,0 +1,43 @@
+"""Tokens that are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tiktoken
+
+from titan_prores.config import Section
+from titan_prores.registry import register
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@register("tokenizer", "bytes")
+class BytesTokenizer:
+    """The 256 bytes of UTF-8 and an end-of-text mark; needs no file."""
+
+    class Config(Section):
+        """No settings."""
+
+    def __init__(self, config: Config) -> None:
+        self.encoding = tiktoken.Encoding(
+            "bytes",
+            pat_str=r"(?s:.{1,256})",  # there is nothing to merge, so where the text is cut does not matter
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+        )
+        self.n_vocab = self.encoding.n_vocab
+        self.eot_id = self.encoding.eot_token
+
+    def encode(self, text: str) -> np.ndarray:
+        """Shape [bytes of the text], uint32."""
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.encoding.decode(list(ids))
+
+    def fingerprint(self) -> str:
+        """Always the same."""
+        return "bytes"

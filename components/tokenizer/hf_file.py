@@ -1,0 +1,83 @@
+"""Tokens as a Hugging Face tokenizer.json says, run by the tokenizers library."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from components.tokenizer.tiktoken_file import pieces
+from titan_prores.config import Section, setting
+from titan_prores.errors import ConfigError, nearest
+from titan_prores.registry import register
+
+_MAX_PIECE = 1_000_000  # characters; the library takes some 200 bytes of memory for each
+
+
+@register("tokenizer", "hf_file")
+class HFFileTokenizer:
+    """A tokenizer.json of the Hugging Face tokenizers library."""
+
+    class Config(Section):
+        """Settings of the tokenizer."""
+
+        path: str = setting(help="a tokenizer.json, or a folder with one")
+        eot_token: str = setting("<|endoftext|>", "the token that ends every document")
+
+    def __init__(self, config: Config) -> None:
+        """
+        Raises:
+            ConfigError: the library is not installed, the file cannot be read or is no tokenizer.json, or it has no
+                token called eot_token.
+        """
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "name", "needs the package tokenizers: pip install 'titan-prores[huggingface]'", value="hf_file"
+            ) from error
+
+        file = Path(config.path)
+        if file.is_dir():
+            file /= "tokenizer.json"
+        if not file.is_file():
+            siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+            raise ConfigError("path", "no such file", value=str(file), nearest=nearest(file.name, siblings))
+        try:
+            raw = file.read_bytes()
+            self.tokenizer = Tokenizer.from_buffer(raw)
+        except OSError as error:
+            raise ConfigError("path", f"cannot be read: {error.strerror}", value=str(file)) from error
+        except Exception as error:  # what the library raises is plain Exception
+            raise ConfigError(
+                "path", f"is no tokenizer.json that the tokenizers library takes: {error}", value=str(file)
+            ) from error
+        self.tokenizer.encode_special_tokens = True  # that is, as the plain text they are
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        if config.eot_token not in vocabulary:
+            added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+            raise ConfigError(
+                "eot_token", f"is no token of {file}", value=config.eot_token,
+                nearest=nearest(config.eot_token, added or vocabulary),
+            )  # fmt: skip
+        self.n_vocab = max(vocabulary.values()) + 1
+        self.eot_id = vocabulary[config.eot_token]
+        self._fingerprint = hashlib.sha256(raw + b"\0" + config.eot_token.encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Shape [tokens], int64."""
+        ids = [self.tokenizer.encode(p, add_special_tokens=False).ids for p in pieces(text, _MAX_PIECE)]
+        return np.concatenate([np.array(some, dtype=np.int64) for some in ids])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def fingerprint(self) -> str:
+        """Hash of the file and of eot_token."""
+        return self._fingerprint

@@ -1,0 +1,339 @@
+"""Token caches: content against plain Python, and what is left after kills, races and damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_prores.data import TokenCache, TokenStream, prepare
+from titan_prores.errors import ConfigError
+from titan_prores.protocols import DatasetSection
+
+
+class Words:
+    """A tokenizer without a library: one token a byte, end of text = 256."""
+
+    def __init__(self, n_vocab: int = 257) -> None:
+        self.n_vocab, self.eot_id = n_vocab, n_vocab - 1
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        return f"words {self.n_vocab}"
+
+
+class Listed:
+    """A data set of given texts; counts how often it is read, and may take its time."""
+
+    def __init__(self, texts: list[str], name: str = "listed", pause_seconds: float = 0) -> None:
+        self.texts, self.name, self.pause_seconds, self.reads = texts, name, pause_seconds, 0
+
+    def documents(self):
+        self.reads += 1
+        for text in self.texts:
+            time.sleep(self.pause_seconds)
+            yield text
+
+    def fingerprint(self) -> str:
+        return self.name
+
+
+TEXTS = [f"document {i} " + "x" * (i * 7 % 50) for i in range(300)]
+
+
+def make(folder: Path, dataset=None, tokenizer=None, say=lambda line: None, **settings) -> TokenCache:
+    settings = {"validation_fraction": 0.2, "shard_tokens": 1000, **settings}
+    config = DatasetSection(cache_folder=str(folder), **settings)
+    return prepare(
+        dataset or Listed(TEXTS), tokenizer or Words(), config, source_name="listed", tokenizer_name="words", say=say
+    )
+
+
+def documents(stream: TokenStream) -> list[str]:
+    ids = stream.read(0, len(stream))
+    ends = np.flatnonzero(ids == stream.eot_id)
+    assert not len(ids) or ends[-1] == len(ids) - 1
+    return [bytes(part[part != stream.eot_id].astype(np.uint8)).decode() for part in np.split(ids, ends + 1)[:-1]]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_every_document_is_in_one_split_with_its_end_marked(tmp_path):
+    said = []
+    cache = make(tmp_path, say=said.append)
+    held_out = [t for t in TEXTS if int.from_bytes(hashlib.blake2b(t.encode(), digest_size=6).digest(), "little")
+                < 0.2 * 2**48]  # fmt: skip
+    assert 30 < len(held_out) < 90
+    assert documents(cache.validation) == held_out
+    assert documents(cache.train) == [t for t in TEXTS if t not in held_out]
+    assert cache.n_documents == len(TEXTS) and cache.n_vocab == 257
+    assert len(said) == 1 and "300 documents" in said[0]
+    cache.verify()
+
+
+def test_a_held_out_document_never_appears_in_train(tmp_path):
+    """Not by being listed twice, and not when others join the data set."""
+    cache = make(tmp_path, Listed(TEXTS + TEXTS, "twice"))
+    train, held_out = set(documents(cache.train)), set(documents(cache.validation))
+    assert held_out and not train & held_out
+    more = make(tmp_path, Listed(["another", *TEXTS[::-1]], "more"))
+    assert not set(documents(more.train)) & held_out
+
+
+def test_is_built_once_and_anew_when_anything_changes(tmp_path):
+    dataset = Listed(TEXTS)
+    first = make(tmp_path, dataset)
+    assert make(tmp_path, dataset).folder == first.folder and dataset.reads == 1
+    changed = [
+        make(tmp_path, Listed(TEXTS, "other")),
+        make(tmp_path, tokenizer=Words(300)),
+        make(tmp_path, validation_fraction=0.1),
+        make(tmp_path, shard_tokens=999),
+    ]
+    assert len({first.folder, *(cache.folder for cache in changed)}) == 5
+    assert changed[0].fingerprint == first.fingerprint  # the same content
+    assert changed[3].fingerprint == first.fingerprint  # however it is cut into shards
+    assert len({first.fingerprint, changed[1].fingerprint, changed[2].fingerprint}) == 3
+
+
+def test_reads_across_shard_borders(tmp_path):
+    cache = make(tmp_path)
+    index = json.loads((cache.folder / "index.json").read_text())
+    counts = [shard["tokens"] for shard in index["splits"]["train"]["shards"]]
+    assert len(counts) > 5 and set(counts[:-1]) == {1000} and counts[-1] <= 1000
+    files = [cache.folder / shard["file"] for shard in index["splits"]["train"]["shards"]]
+    whole = np.concatenate([np.fromfile(file, dtype="<u2") for file in files])
+    stream = cache.train
+    assert len(stream) == len(whole)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        start = int(rng.integers(0, len(whole)))
+        count = int(rng.integers(0, min(2500, len(whole) - start) + 1))
+        got = stream.read(start, count)
+        assert got.dtype == np.int64
+        np.testing.assert_array_equal(got, whole[start : start + count])
+    for start in range(0, len(whole), 1000):
+        np.testing.assert_array_equal(stream.read(max(start - 1, 0), 2), whole[max(start - 1, 0) :][:2])
+    for start, count in ((-1, 2), (0, len(whole) + 1), (len(whole), 1)):
+        with pytest.raises(IndexError):
+            stream.read(start, count)
+    copy = pickle.dumps(stream)
+    assert len(copy) < 10_000  # names of files, not their content
+    np.testing.assert_array_equal(pickle.loads(copy).read(0, len(whole)), whole)
+
+
+@pytest.mark.parametrize(("n_vocab", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_smallest_dtype_that_holds_the_vocabulary(tmp_path, n_vocab, dtype):
+    cache = make(tmp_path, tokenizer=Words(n_vocab))
+    assert json.loads((cache.folder / "index.json").read_text())["dtype"] == dtype
+    assert cache.train.read(0, len(cache.train)).max() == n_vocab - 1
+    assert (cache.folder / "train-00000.bin").stat().st_size == 1000 * np.dtype(dtype).itemsize
+
+
+def test_refuses_ids_outside_the_vocabulary(tmp_path):
+    tokenizer = Words()
+    tokenizer.n_vocab = 100
+    with pytest.raises(ValueError, match="outside its vocabulary"):
+        make(tmp_path, tokenizer=tokenizer)
+    assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_half_surrogates_are_replaced(tmp_path):
+    cache = make(tmp_path, Listed(["a\ud800b", "c\ud83d\ude00"]), validation_fraction=0.0)
+    assert documents(cache.train) == ["a\ufffdb", "c😀"]
+    assert len(cache.validation) == 0
+
+
+# --- Killed and concurrent builds -----------------------------------------------------------------------------------
+
+BUILD = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_token_shards import Listed, TEXTS, make
+from pathlib import Path
+make(Path(sys.argv[1]), Listed(TEXTS, pause_seconds=float(sys.argv[2])), say=lambda line: print(line, flush=True))
+"""
+
+
+def start_build(folder: Path, pause_seconds: float) -> subprocess.Popen:
+    script = BUILD.format(tests=str(Path(__file__).parent))
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(folder), str(pause_seconds)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_unfinished(folder: Path, files: int) -> Path:
+    for _ in range(600):
+        found = [p for p in folder.glob("*.unfinished") if len(list(p.iterdir())) >= files]
+        if found:
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError("the build did not start")
+
+
+def test_killed_build_leaves_nothing_that_is_trusted(tmp_path):
+    build = start_build(tmp_path / "killed", 0.02)
+    unfinished = wait_for_unfinished(tmp_path / "killed", files=4)
+    build.send_signal(signal.SIGKILL)
+    build.communicate()
+    assert unfinished.exists() and not list((tmp_path / "killed").glob("*/index.json"))
+    (unfinished / "train-00099.bin").write_bytes(b"stale")
+
+    again = make(tmp_path / "killed")
+    undisturbed = make(tmp_path / "undisturbed")
+    assert tree(again.folder) == tree(undisturbed.folder)
+    assert not unfinished.exists()
+
+
+def test_two_processes_together_build_once(tmp_path):
+    first = start_build(tmp_path, 0.01)
+    wait_for_unfinished(tmp_path, files=1)
+    dataset, said = Listed(TEXTS), []
+    cache = make(tmp_path, dataset, say=said.append)  # comes while the other one builds
+    assert dataset.reads == 0
+    assert len(said) == 1 and "waiting" in said[0] and str(cache.folder) in said[0]
+    assert first.wait(timeout=60) == 0
+    assert "300 documents" in first.communicate()[0]
+    assert sum(p.is_dir() for p in tmp_path.iterdir()) == 1
+
+
+def _race(folder: Path, barrier, results) -> None:
+    dataset = Listed(TEXTS)
+    barrier.wait()
+    results.put((make(folder, dataset).fingerprint, dataset.reads))
+
+
+def test_a_race_has_one_winner(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=_race, args=(tmp_path, barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sum(reads for _, reads in found) == 1
+    assert len({fingerprint for fingerprint, _ in found}) == 1
+
+
+def test_waiting_can_be_interrupted(tmp_path):
+    builder = start_build(tmp_path, 0.05)
+    wait_for_unfinished(tmp_path, files=1)
+    waiter = start_build(tmp_path, 0)
+    assert "waiting" in waiter.stdout.readline()
+    waiter.send_signal(signal.SIGINT)
+    assert waiter.wait(timeout=10) != 0
+    builder.send_signal(signal.SIGINT)  # and so can building, which tidies up
+    assert builder.wait(timeout=10) != 0
+    assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def _truncate(folder: Path) -> str:
+    os.truncate(folder / "train-00001.bin", 1999)
+    return "train-00001.bin"
+
+
+def _remove(folder: Path) -> str:
+    (folder / "validation-00000.bin").unlink()
+    return "validation-00000.bin"
+
+
+def _grow(folder: Path) -> str:
+    with (folder / "train-00000.bin").open("ab") as file:
+        file.write(b"12")
+    return "train-00000.bin"
+
+
+def _no_index(folder: Path) -> str:
+    (folder / "index.json").unlink()
+    return "index.json"
+
+
+def _broken_index(folder: Path) -> str:
+    (folder / "index.json").write_text("{")
+    return "index.json"
+
+
+def _empty_index(folder: Path) -> str:
+    (folder / "index.json").write_text("{}")
+    return "index.json"
+
+
+def _newer_index(folder: Path) -> str:
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**index, "format": 99}))
+    return "index.json"
+
+
+@pytest.mark.parametrize("damage", [_truncate, _remove, _grow, _no_index, _broken_index, _empty_index, _newer_index])
+def test_damage_is_refused_by_name(tmp_path, damage):
+    folder = make(tmp_path).folder
+    name = damage(folder)
+    with pytest.raises(ConfigError) as error:
+        make(tmp_path)
+    assert error.value.key == "cache_folder"
+    assert name in str(error.value) and f"delete the folder {folder}" in str(error.value)
+
+
+def test_verify_finds_a_flipped_byte(tmp_path):
+    cache = make(tmp_path)
+    path = cache.folder / "train-00002.bin"
+    content = bytearray(path.read_bytes())
+    content[777] ^= 1
+    path.write_bytes(content)
+    cache = make(tmp_path)  # the size is right
+    with pytest.raises(ConfigError, match=r"train-00002\.bin does not hold what was written"):
+        cache.verify()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cache_folder = .* cannot be written"):
+        make(tmp_path / "file" / "cache")
+
+
+def test_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left on device") as error:
+        make(tmp_path)
+    assert error.value.key == "cache_folder"
+    assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_failing_dataset_is_not_blamed_on_the_cache(tmp_path):
+    class Failing(Listed):
+        def documents(self):
+            yield "a"
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        make(tmp_path, Failing([]))
+
+
+@pytest.mark.parametrize("texts", [[], [""]])
+def test_no_documents(tmp_path, texts):
+    with pytest.raises(ConfigError, match="no documents"):
+        make(tmp_path, Listed(texts))

@@ -1,0 +1,157 @@
+"""From a token stream to the microbatches of one data-parallel rank.
+
+Shape suffixes: B = sequences of a microbatch, S = tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from titan_prores.data.order import sample_windows
+from titan_prores.data.shards import TokenStream
+from titan_prores.errors import ConfigError
+
+IGNORED_LABEL = -100
+
+_PLANNED_MICROBATCHES = 64  # positions are permuted for this many at once: numpy's cost is per call, not per position
+
+
+class TokenWindows(Dataset):
+    """A token stream cut into windows: window w holds tokens[w * S : w * S + S] and, as labels, those one further on.
+
+    Neighbours share one token, as the last label and the first input, so every token of the stream but the first is a
+    label exactly once. What is left at the end and fills no window is dropped, or kept with `keep_partial`.
+
+    Args:
+        stream: the tokens of one split.
+        seq_len: S.
+        keep_partial: keep the last, short window too, padded with the end-of-text token and with labels of -100 that
+            no loss counts. For validation, whose perplexity is then exact to the token.
+
+    Raises:
+        ConfigError: the stream is too short for a single window. Its key is the full `training.seq_len`.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, *, keep_partial: bool = False) -> None:
+        self.stream = stream
+        self.seq_len = seq_len
+        labels = max(len(stream) - 1, 0)
+        self._n_windows = -(-labels // seq_len) if keep_partial else labels // seq_len
+        if self._n_windows == 0:
+            raise ConfigError(
+                "training.seq_len",
+                f"the {stream.name} split has {len(stream):,} tokens, too few for one window of seq_len + 1 tokens",
+                value=seq_len,
+                allowed="a shorter seq_len, more documents, or another dataset.validation_fraction",
+            )
+
+    def __len__(self) -> int:
+        return self._n_windows
+
+    def __getitem__(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, labels), each of shape [S], int64."""
+        if not 0 <= window < self._n_windows:
+            raise IndexError(f"window {window} of {self._n_windows}")
+        start = window * self.seq_len
+        count = min(self.seq_len, len(self.stream) - 1 - start)
+        read = torch.from_numpy(self.stream.read(start, count + 1))
+        if count == self.seq_len:
+            return read[:-1], read[1:]
+        tokens = torch.full((self.seq_len,), self.stream.eot_id, dtype=torch.int64)
+        labels = torch.full((self.seq_len,), IGNORED_LABEL, dtype=torch.int64)
+        tokens[:count] = read[:-1]
+        labels[:count] = read[1:]
+        return tokens, labels
+
+
+def microbatches(
+    windows: TokenWindows,
+    *,
+    seed: int,
+    start_position: int,
+    local_batch_size: int,
+    data_rank: int,
+    data_ranks: int,
+    num_workers: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless microbatches (tokens_BS, labels_BS), int64, of one data-parallel rank.
+
+    Microbatch k of rank r holds the samples at global positions
+    start_position + (k * data_ranks + r) * local_batch_size + [0 .. local_batch_size). A global batch is therefore the
+    same samples on any number of ranks and workers, and the global position is all that a resumed run needs to know.
+
+    Args:
+        windows: the training windows.
+        seed: of the data order.
+        start_position: global position of the first sample, over all epochs.
+        local_batch_size: B.
+        data_rank, data_ranks: this rank among those that get different samples.
+        num_workers: processes that read ahead; 0 reads in this one. They end when the iterator is closed or dropped.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not 0 <= data_rank < data_ranks:
+        raise ValueError(f"data_rank must be in [0, {data_ranks}), not {data_rank}")
+    if start_position < 0 or local_batch_size < 1 or num_workers < 0:
+        raise ValueError("start_position and num_workers must not be negative, local_batch_size must be positive")
+    plan = _BatchPlan(len(windows), seed, start_position, local_batch_size, data_rank, data_ranks)
+    return _load(windows, plan, num_workers)
+
+
+class _BatchPlan:
+    """Batch sampler: yields the window ids of microbatch after microbatch, without end."""
+
+    def __init__(
+        self, n_windows: int, seed: int, start_position: int, local_batch_size: int, data_rank: int, data_ranks: int
+    ) -> None:
+        self.n_windows = n_windows
+        self.seed = seed
+        self.local_batch_size = local_batch_size
+        self.first = start_position + data_rank * local_batch_size
+        self.stride = data_ranks * local_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.first
+        offsets = np.arange(_PLANNED_MICROBATCHES)[:, None] * self.stride + np.arange(self.local_batch_size)
+        while True:
+            yield from sample_windows(self.seed, first + offsets, self.n_windows).tolist()
+            first += _PLANNED_MICROBATCHES * self.stride
+
+
+def _load(windows: TokenWindows, plan: _BatchPlan, num_workers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    # A pool of workers and no more: its own state fits only the same number of workers, and the position says it all.
+    loader = StatefulDataLoader(
+        windows,
+        batch_sampler=plan,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_leave_process_group,
+        generator=torch.Generator().manual_seed(
+            0
+        ),  # else the loader would draw from the global one, which is dropout's
+        snapshot_every_n_steps=sys.maxsize,
+    )
+    batches = iter(loader)
+    try:
+        for batch in batches:
+            yield tuple(batch)
+    finally:
+        # The pool ends with its last reference; the loader holds one to persistent workers.
+        del batches
+        loader._iterator = None
+
+
+def _leave_process_group(worker: int) -> None:
+    # torchrun and a terminal signal the whole group. The trainer answers to that with a last checkpoint, and an
+    # abruptly ended worker would keep it from getting there. Workers notice by themselves when their parent is gone.
+    os.setpgid(0, 0)

@@ -1,0 +1,405 @@
+"""Token shards on disk: documents tokenised once, then read as one long memory-mapped stream a split.
+
+A cache folder holds `train-00000.bin`, `validation-00000.bin` ... (raw little-endian uint16, or uint32 for a vocabulary
+of more than 65536) and `index.json`. It appears whole, by one rename, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from titan_prores.errors import ConfigError
+from titan_prores.protocols import Dataset, DatasetSection, Tokenizer
+
+FORMAT_VERSION = 1
+INDEX = "index.json"
+SPLITS = ("train", "validation")
+
+_PROGRESS_SECONDS = 5.0
+_OPEN_SHARDS = 128  # memory maps held at once; each holds a file descriptor
+_READ_BYTES = 1 << 22
+
+
+# --- Reading ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens. `sha256` is the hex digest of its bytes."""
+
+    path: Path
+    n_tokens: int
+    n_bytes: int
+    sha256: str
+
+
+class TokenStream:
+    """The tokens of one split, as if its shards were one array.
+
+    Attributes:
+        name: of the split.
+        eot_id: token that ends every document.
+    """
+
+    def __init__(self, name: str, shards: Sequence[Shard], dtype: np.dtype, eot_id: int) -> None:
+        self.name = name
+        self.shards = tuple(shards)
+        self.dtype = np.dtype(dtype)
+        self.eot_id = eot_id
+        self._starts = np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
+        self._open = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For worker processes that are not forked: they map the files anew instead of getting copies of them.
+        return TokenStream, (self.name, self.shards, self.dtype, self.eot_id)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _map(self, shard: int) -> np.ndarray:
+        return np.memmap(self.shards[shard].path, dtype=self.dtype, mode="r")
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count), shape [count], int64, across shard borders.
+
+        Raises:
+            IndexError: the range is not inside the stream.
+        """
+        if start < 0 or count < 0 or start + count > len(self):
+            raise IndexError(f"tokens [{start}, {start + count}) of a stream of {len(self)}")
+        tokens = np.empty(count, dtype=np.int64)
+        filled = 0
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while filled < count:
+            offset = start + filled - int(self._starts[shard])
+            piece = self._open(shard)[offset : offset + count - filled]
+            tokens[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            shard += 1
+        return tokens
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """A published cache folder.
+
+    Attributes:
+        folder: where it is.
+        fingerprint: hash of the token streams' content, whatever the size of their shards.
+        train: stream of the training split.
+        validation: stream of the held-out split; may be empty.
+        n_documents: of both splits together.
+        n_vocab: of the tokenizer that made it.
+    """
+
+    folder: Path
+    fingerprint: str
+    train: TokenStream
+    validation: TokenStream
+    n_documents: int
+    n_vocab: int
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenCache:
+        """Open a folder that `prepare` published; looks at the size of each shard but not into it.
+
+        Raises:
+            ConfigError: the index or a shard is missing, or a shard is not of the size that the index says. The key,
+                `cache_folder`, is relative to the dataset's section.
+        """
+        path = folder / INDEX
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            if index["format"] != FORMAT_VERSION:
+                raise _damaged(path, f"has format {index['format']}, not {FORMAT_VERSION}")
+            dtype = np.dtype(index["dtype"]).newbyteorder("<")
+            streams = {}
+            for split in SPLITS:
+                shards = [
+                    Shard(folder / Path(entry["file"]).name, entry["tokens"], entry["bytes"], entry["sha256"])
+                    for entry in index["splits"][split]["shards"]
+                ]
+                streams[split] = TokenStream(split, shards, dtype, index["eot_id"])
+            n_documents = sum(index["splits"][split]["documents"] for split in SPLITS)
+            cache = cls(folder, index["fingerprint"], **streams, n_documents=n_documents, n_vocab=index["n_vocab"])
+        except FileNotFoundError as error:
+            raise _damaged(path, "is missing") from error
+        except OSError as error:
+            raise ConfigError("cache_folder", f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, f"is not an index of token shards ({type(error).__name__}: {error})") from error
+        for stream in streams.values():
+            for shard in stream.shards:
+                _check_size(shard, dtype)
+        return cache
+
+    def verify(self) -> None:
+        """Read every shard and compare its hash with the index.
+
+        Raises:
+            ConfigError: a shard has changed since it was written.
+        """
+        for stream in (self.train, self.validation):
+            for shard in stream.shards:
+                _check_size(shard, stream.dtype)
+                digest = hashlib.sha256()
+                with shard.path.open("rb") as file:
+                    while block := file.read(_READ_BYTES):
+                        digest.update(block)
+                if digest.hexdigest() != shard.sha256:
+                    raise _damaged(shard.path, "does not hold what was written (its hash differs from the index)")
+
+
+def _check_size(shard: Shard, dtype: np.dtype) -> None:
+    try:
+        found = shard.path.stat().st_size
+    except FileNotFoundError as error:
+        raise _damaged(shard.path, "is missing") from error
+    if found != shard.n_bytes or shard.n_bytes != shard.n_tokens * dtype.itemsize:
+        raise _damaged(shard.path, f"has {found:,} bytes where the index says {shard.n_tokens:,} tokens "
+                                   f"and {shard.n_bytes:,} bytes")  # fmt: skip
+
+
+def _damaged(path: Path, problem: str) -> ConfigError:
+    return ConfigError("cache_folder", f"{path} {problem}; delete the folder {path.parent} to tokenise again")
+
+
+# --- Building -----------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    config: DatasetSection,
+    *,
+    source_name: str,
+    tokenizer_name: str,
+    say: Callable[[str], None],
+) -> TokenCache:
+    """Tokenise a dataset once, or open what an earlier or concurrent run made of it.
+
+    Each document is followed by the tokenizer's end-of-text token. A document is held out for validation by a hash of
+    its text, so copies of it are never in both splits. Any number of processes may call this together: one builds, the
+    others wait. Ctrl-C ends both at once and leaves nothing that would be trusted later.
+
+    Args:
+        dataset: what to read; only when there is no cache yet.
+        tokenizer: what to encode it with.
+        config: the dataset's settings.
+        source_name, tokenizer_name: names of the two, for the folder's name and for messages.
+        say: takes one line of progress at a time.
+
+    Raises:
+        ConfigError: the dataset has no documents or cannot be read, the cache folder cannot be written, or what is in
+            it is damaged. Keys are relative to the dataset's section.
+        ValueError: the tokenizer gave an id outside its vocabulary.
+    """
+    key = _key(dataset, tokenizer, config)
+    prefix = re.sub(r"[^\w.-]+", "_", f"{source_name}-{tokenizer_name}")
+    folder = Path(config.cache_folder) / f"{prefix}-{key}"
+    lock = FileLock(folder.with_name(folder.name + ".lock"))
+    with _as_config_error(config):
+        if folder.exists():
+            return TokenCache.open(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"waiting for another process that is tokenising into {folder}")
+            lock.acquire()
+    try:
+        if not folder.exists():
+            _build(dataset, tokenizer, config, folder, source_name, say)
+        return TokenCache.open(folder)
+    finally:
+        lock.release()
+
+
+def _key(dataset: Dataset, tokenizer: Tokenizer, config: DatasetSection) -> str:
+    parts = [
+        FORMAT_VERSION, dataset.fingerprint(), tokenizer.fingerprint(), config.validation_fraction, config.shard_tokens
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _as_config_error(config: DatasetSection) -> Iterator[None]:
+    """Put around work on the cache folder alone, so that a dataset's own failure is not blamed on it."""
+    try:
+        yield
+    except (OSError, NotImplementedError) as error:  # the latter from filelock, on a file system without locks
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("cache_folder", f"cannot be written: {reason}", value=config.cache_folder) from error
+
+
+def _build(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    config: DatasetSection,
+    folder: Path,
+    source_name: str,
+    say: Callable[[str], None],
+) -> None:
+    """Tokenise into a folder beside `folder` and rename it. The caller holds the lock of `folder`."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    with _as_config_error(config):
+        if unfinished.exists():  # a build that was killed
+            shutil.rmtree(unfinished)
+        unfinished.mkdir()
+    try:
+        index = _write_shards(dataset, tokenizer, config, unfinished, source_name, say)
+        with _as_config_error(config):
+            _write_durably(unfinished / INDEX, json.dumps(index, indent=1).encode())
+            os.rename(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_shards(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    config: DatasetSection,
+    folder: Path,
+    source_name: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write every document into its split; returns the content of index.json."""
+    dtype = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
+    splits = {name: _SplitWriter(folder, name, dtype, config.shard_tokens) for name in SPLITS}
+    started = said = time.monotonic()
+    n_documents = n_tokens = n_bytes = 0
+
+    def progress(verb: str) -> str:
+        rate = n_bytes / 1e6 / max(time.monotonic() - started, 1e-9)
+        return f"{verb} {source_name}: {n_documents:,} documents, {n_tokens:,} tokens, {rate:.1f} MB/s"
+
+    try:
+        for text in dataset.documents():
+            text, encoded = _as_utf8(text)
+            if not text:
+                continue
+            ids = np.append(tokenizer.encode(text), tokenizer.eot_id)
+            if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
+                raise ValueError(f"the tokenizer gave an id outside its vocabulary of {tokenizer.n_vocab}")
+            held_out = _hash_fraction(encoded) < config.validation_fraction
+            with _as_config_error(config):
+                splits["validation" if held_out else "train"].add(ids.astype(dtype))
+            n_documents += 1
+            n_tokens += len(ids)
+            n_bytes += len(encoded)
+            if time.monotonic() - said >= _PROGRESS_SECONDS:
+                said = time.monotonic()
+                say(progress("tokenising"))
+        if n_documents == 0:
+            raise ConfigError("", f"the dataset {source_name} has no documents with any text")
+        with _as_config_error(config):
+            for split in splits.values():
+                split.close()
+    finally:
+        for split in splits.values():
+            split.abandon()
+    say(progress("tokenised"))
+
+    content = hashlib.sha256("".join(split.content.hexdigest() for split in splits.values()).encode())
+    return {
+        "format": FORMAT_VERSION,
+        "dtype": dtype.name,
+        "n_vocab": tokenizer.n_vocab,
+        "eot_id": tokenizer.eot_id,
+        "fingerprint": content.hexdigest(),
+        "splits": {
+            name: {"documents": split.n_documents, "tokens": split.n_tokens, "shards": split.shards}
+            for name, split in splits.items()
+        },
+    }
+
+
+def _as_utf8(text: str) -> tuple[str, bytes]:
+    """The text with its UTF-8 bytes; surrogates without their half, which JSON can hold, become U+FFFD."""
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text, text.encode()
+
+
+def _hash_fraction(encoded: bytes) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=6).digest(), "little") / 2**48
+
+
+class _SplitWriter:
+    """Streams the tokens of one split into shards of exactly `shard_tokens`, the last one excepted."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, shard_tokens: int) -> None:
+        self.folder = folder
+        self.name = name
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
+        self.shards: list[dict[str, Any]] = []
+        self.n_documents = self.n_tokens = 0
+        self.content = hashlib.sha256()  # of the whole stream: the same wherever it is cut
+        self._file = None
+
+    def add(self, ids: np.ndarray) -> None:
+        """One document, with its end-of-text token, in the split's dtype."""
+        self.n_documents += 1
+        self.n_tokens += len(ids)
+        while len(ids):
+            if self._file is None:
+                self._file = (self.folder / f"{self.name}-{len(self.shards):05d}.bin").open("wb", buffering=1 << 20)
+                self._digest, self._held = hashlib.sha256(), 0
+            piece, ids = np.split(ids, [self.shard_tokens - self._held])
+            raw = piece.tobytes()
+            self._file.write(raw)
+            self._digest.update(raw)
+            self.content.update(raw)
+            self._held += len(piece)
+            if self._held == self.shard_tokens:
+                self.close()
+
+    def close(self) -> None:
+        """Finish the shard that is open, if any, and get it onto the disk."""
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.shards.append(
+            {
+                "file": Path(self._file.name).name,
+                "tokens": self._held,
+                "bytes": self._held * self.dtype.itemsize,
+                "sha256": self._digest.hexdigest(),
+            }
+        )
+        self._file = None
+
+    def abandon(self) -> None:
+        """Let go of a file that an error left open; what its buffer cannot get rid of is of no interest then."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
