@@ -28,7 +28,8 @@ find_python() {
             python=$candidate
             return
         fi
-        found="$found $candidate is $("$candidate" --version 2>&1 | head -n 1);"
+        # A shim of a version manager may be there without the Python behind it.
+        found="$found$("$candidate" --version 2>/dev/null | sed "s/.*/ $candidate is &;/")"
     done
     die "Python 3.10 or newer is needed.${found:- None was found;} set PYTHON to one or activate an environment."
 }
@@ -100,7 +101,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1;
 plain_torch_is_cpu() {
     local report status=0
     report=$(mktemp)
-    "$python" -m pip install --dry-run --ignore-installed --quiet --report "$report" "$torch_cpu" >&2 &&
+    "$python" -m pip install --dry-run --ignore-installed --quiet --report "$report" "$torch_cpu" 2>/dev/null &&
         "$python" - "$report" <<'PYTHON' || status=$?
 import json, sys
 names = [item["metadata"]["name"].lower() for item in json.load(open(sys.argv[1]))["install"]]
@@ -111,9 +112,9 @@ PYTHON
 }
 
 install_torch() {
-    # --dry-run with a report came with pip 22.2; Python 3.10 may have brought an older one.
-    if ! "$python" -m pip install --help | grep -q -- --report; then
-        run_pip install --upgrade pip || die "pip could not be upgraded."
+    # Older ones than pip 23.2 cannot resolve without downloading; Python 3.10 and 3.11 may have brought such.
+    if ! "$python" -c 'import pip; raise SystemExit(tuple(map(int, pip.__version__.split(".")[:2])) < (23, 2))'; then
+        run_pip install --quiet --upgrade pip || say "pip could not be upgraded: going on with the old one"
     fi
     if has_gpu; then
         say "NVIDIA GPU found: installing PyTorch with CUDA"

@@ -1,0 +1,56 @@
+"""metrics.jsonl: every row of a run, for programs to read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from titan_prores.config import Section
+from titan_prores.protocols import Metric
+from titan_prores.registry import register
+from titan_prores.run_folder import RunFolder
+
+
+@register("metrics", "jsonl")
+class JsonLines(Metric):
+    """Writes every row to metrics.jsonl in the run folder, one JSON object a line.
+
+    Numbers keep full precision: reading one back gives the very same float. JSON has no numbers that are not finite;
+    they are the strings "NaN", "Infinity" and "-Infinity", which `float()` in Python and `Number()` in JavaScript take.
+    """
+
+    class Config(Section):
+        pass
+
+    _file: TextIO | None = None
+
+    def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
+        path = run.metrics_file
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:  # left by a killed writer: our first row must not join it
+            self._file.write("\n")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(plain(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def plain(value: Any) -> Any:
+    """Strict JSON's nearest to `value`: tensor and array scalars as numbers, the not finite as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # tensors and numpy's arrays and scalars
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

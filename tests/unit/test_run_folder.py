@@ -1,0 +1,220 @@
+"""Nothing a run leaves in its folder is lost or torn, and what it writes can be read back."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from titan_prores import config, recipe, registry
+from titan_prores.errors import ConfigError
+from titan_prores.run_folder import RunFolder, annotated_toml, git_state
+
+PARTS = '''
+from titan_prores.config import Section, setting
+from titan_prores.recipe import SLOTS
+from titan_prores import registry
+
+for kind in SLOTS.values():
+    class Component:
+        """Stands in for any component."""
+        class Config(Section):
+            text: str = 'a "quoted" # text'
+            many: tuple[str, ...] = ()
+            tables: tuple[dict[str, str], ...] = ()
+            absent: float | None = None
+            ratio: float = setting(1e-5)
+    for method in registry.KINDS[kind].methods:
+        setattr(Component, method, lambda self, *a, **k: None)
+    Component.__qualname__ = f"Component_{kind}"
+    registry.register(kind, "stand_in")(Component)
+'''
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("recipe")
+    (tmp_path / "parts.py").write_text(PARTS)
+    slots = "\n".join(f'[{section}]\nname = "stand_in"' for section in recipe.SLOTS if section != "model")
+    (tmp_path / "given.toml").write_text(f"""
+import = "./parts.py"
+[model]
+name = "stand_in"
+many = ["one", "two"]
+tables = [{{ pattern = "norm", why = "no decay" }}, {{ pattern = "bias" }}]
+[training]
+steps = 7
+{slots}
+""")
+    tree = config.load(tmp_path / "given.toml", ["--training.seed=3"])
+    yield recipe.resolve(tree)
+    for kind in recipe.SLOTS.values():  # other tests go over every registered component
+        registry._table[kind].pop("stand_in")
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run", is_main=True)
+    folder.open()
+    yield folder
+    folder.close()
+
+
+def test_making_one_touches_nothing(tmp_path):
+    run = RunFolder(tmp_path / "a" / "b", is_main=True)
+    assert (run.recipe_file, run.metrics_file) == (run.path / "recipe.toml", run.path / "metrics.jsonl")
+    other_rank = RunFolder(tmp_path / "a" / "b", is_main=False)
+    other_rank.open()
+    other_rank.write_env({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipe_says_where_values_came_from_and_is_a_recipe(run, resolved):
+    run.write_recipe(resolved)
+    text = run.recipe_file.read_text()
+    lines = text.splitlines()
+    assert "seed = 3  # --training.seed" in lines
+    assert "local_batch_size = 8  # default" in lines
+    assert any(line.startswith("steps = 7  # ") and "given.toml:8" in line for line in lines)
+    assert any(line.startswith("many = [  # ") and "given.toml:5" in line for line in lines)
+    again = recipe.resolve(config.load(run.recipe_file))
+    assert again == resolved
+    assert again.to_dict() == resolved.to_dict()
+
+
+def test_shipped_defaults_survive_the_round_trip(run):
+    defaults = registry.builtin_folder() / "defaults.toml"
+    resolved = recipe.resolve(config.load(None, defaults=defaults))
+    run.write_recipe(resolved)
+    assert recipe.resolve(config.load(run.recipe_file, defaults=defaults)) == resolved
+
+
+def test_older_files_are_kept(run, resolved):
+    from dataclasses import replace
+
+    run.write_recipe(resolved)
+    run.write_recipe(resolved)
+    assert not (run.path / "recipe.1.toml").exists(), "the same recipe again is no other one"
+    texts = [run.recipe_file.read_text()]
+    for seed in (4, 5):
+        run.write_recipe(replace(resolved, training=recipe.Training(seed=seed)))
+        texts.append(run.recipe_file.read_text())
+    kept = [(run.path / name).read_text() for name in ("recipe.1.toml", "recipe.2.toml", "recipe.toml")]
+    assert kept == texts
+    run.write_env({"dp_shard": 2}, {"note": 1})
+    run.write_env({"dp_shard": 4})
+    assert json.loads((run.path / "env.1.json").read_text())["mesh"] == {"dp_shard": 2}
+    assert json.loads(run.env_file.read_text())["mesh"] == {"dp_shard": 4}
+
+
+def test_env_facts(run):
+    run.write_env({"dp_shard": 2}, {"note": "x"})
+    facts = json.loads(run.env_file.read_text())
+    assert facts["note"] == "x"
+    assert facts["versions"]["torch"].startswith("2.") and facts["versions"]["titan-prores"]
+    assert facts["cpu"] and facts["start_time"] and facts["command_line"]
+
+
+def test_git_state(tmp_path):
+    assert git_state(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    (tmp_path / "file").write_text("1")
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    state = git_state(tmp_path)
+    assert len(state["commit"]) == 40 and state["dirty"] is False
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path)["dirty"] is True
+    (tmp_path / "inside").mkdir()
+    assert git_state(tmp_path / "inside") is None, "somebody else's commit says nothing about this code"
+
+
+def test_a_second_live_run_is_refused(run):
+    code = (
+        "import sys; from pathlib import Path; from titan_prores.run_folder import RunFolder\n"
+        "from titan_prores.errors import ConfigError\n"
+        "try: RunFolder(Path(sys.argv[1]), is_main=True).open()\n"
+        "except ConfigError as error: print(error)\n"
+        "else: print('opened')"
+    )
+
+    def other_process():
+        done = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    text = other_process()
+    assert text.startswith("job.dump_folder") and "another run that is still alive" in text
+    run.close()
+    assert other_process() == "opened\n"
+
+
+def test_unwritable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"job\.dump_folder = .*cannot be written"):
+        RunFolder(tmp_path / "file" / "run", is_main=True).open()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunFolder(tmp_path / "file", is_main=True).open()
+
+
+def write_rows(run, steps, torn=""):
+    with run.metrics_file.open("a") as stream:
+        stream.writelines(json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in steps)
+        stream.write(torn)
+
+
+def steps_in(file):
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_set_aside_metrics(run):
+    assert run.set_aside_metrics(3) == 0
+    write_rows(run, [1, 2, 3, 3, 4, 5, 6], torn='{"step": 7, "lo')
+    assert run.set_aside_metrics(4) == 2
+    side = run.path / "metrics.after-step-4.jsonl"
+    assert (steps_in(run.metrics_file), steps_in(side)) == ([1, 2, 3, 3, 4], [5, 6])
+    assert run.set_aside_metrics(4) == 0
+
+    write_rows(run, [5])
+    assert run.set_aside_metrics(4) == 1
+    assert steps_in(side) == [5, 6], "what an earlier resume put aside stays"
+    assert steps_in(run.path / "metrics.after-step-4.1.jsonl") == [5]
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_set_aside_keeps_a_whole_last_row_without_its_line_end(run):
+    write_rows(run, [1, 2], torn='{"step": 3}')
+    assert run.set_aside_metrics(3) == 0
+    assert steps_in(run.metrics_file) == [1, 2, 3] and run.metrics_file.read_text().endswith("\n")
+
+
+def test_set_aside_loses_nothing_when_it_is_interrupted(run, monkeypatch):
+    write_rows(run, [1, 2, 3])
+    before = run.metrics_file.read_bytes()
+    real, calls = os.fsync, []
+
+    def full_disk(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError):
+        run.set_aside_metrics(1)
+    assert run.metrics_file.read_bytes() == before
+
+
+def test_annotated_toml_of_nested_tables_and_odd_keys():
+    class Fake:
+        origins = {"a.b.x": "file:1", "a.list": "file:2", "a.after.y": "file\n3"}  # noqa: RUF012
+
+        def to_dict(self):
+            rows = [{"p": "norm", "q": {"r": 1}}, {"p": "a very long pattern " * 9}]
+            return {"a": {"b": {"x": 'y # "z"', "odd key": 1}, "list": rows, "after": {"y": [1, [2, 3]]}}}
+
+    text = annotated_toml(Fake())
+    assert config.tomllib.loads(text) == Fake().to_dict()
+    assert """x = "y # \\"z\\""  # file:1""" in text
+    assert '"odd key" = 1  # default' in text
+    assert "file 3" in text and "file:2" in text

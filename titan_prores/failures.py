@@ -1,0 +1,115 @@
+"""Which rank failed first, and what to say about it in a few lines."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_prores.errors import ConfigError, ConfigErrors
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# How long a rank that lost a peer waits for that peer's own account before it takes itself for the first.
+PEER_GRACE_SECONDS = 2.0
+
+_LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "nccl")
+
+
+def summarise(error: BaseException, rank: int) -> str:
+    """What went wrong, in words that need no traceback: the error, and the line of this package it came from."""
+    if isinstance(error, (ConfigError, ConfigErrors)):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
+    frames = traceback.extract_tb(error.__traceback__)
+    root = Path(__file__).resolve().parent.parent
+    own = [f for f in frames if Path(f.filename).resolve().is_relative_to(root) and "site-packages" not in f.filename]
+    message = str(error).strip() or "(no message)"
+    text = f"{type(error).__name__}: {message}"
+    if frames:
+        frame = (own or frames)[-1]
+        text += f"\n  on rank {rank} at {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+    return text
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's failure, as it told the others."""
+
+    rank: int
+    step: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed first: {self.message} (step {self.step})"
+
+
+class FailureBoard:
+    """A note in the store that the first rank to fail writes and the others read.
+
+    Args:
+        store: the job's store; the board keeps a connection of its own where the store can be cloned, as the main one
+            may be busy. A store that is gone is no error here: a rank then only knows about itself.
+    """
+
+    KEY = "first_failure"
+
+    def __init__(self, store: Store) -> None:
+        from torch.distributed import PrefixStore
+
+        self._store = PrefixStore("titan_prores.failures", own_connection(store))
+
+    def report(self, rank: int, step: int, message: str) -> Failure:
+        """Say that this rank failed in `step`; returns the failure that came first, be it this one or another's."""
+        mine = Failure(rank, step, message)
+        try:
+            return self._read(self._store.compare_set(self.KEY, "", json.dumps(asdict(mine))))
+        except Exception:
+            return mine
+
+    def first(self) -> Failure | None:
+        """The failure that came first, if any is known. Does not wait."""
+        try:
+            return self._read(self._store.get(self.KEY)) if self._store.check([self.KEY]) else None
+        except Exception:
+            return None
+
+    def account(self, error: BaseException, rank: int, step: int) -> str:
+        """Report `error` and return what this rank should print: a whole summary where it was the first, else one line.
+
+        A rank killed from outside cannot report; those that lose their connection to it wait a moment for others to
+        be first, and then say that a peer has gone.
+        """
+        if _is_lost_peer(error):
+            deadline = time.monotonic() + PEER_GRACE_SECONDS
+            while self.first() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        summary = summarise(error, rank)
+        first = self.report(rank, step, summary.splitlines()[0])
+        if first.rank != rank:
+            return f"stopped: {first}"
+        if _is_lost_peer(error):
+            summary = f"a rank that this one talks to is gone or late, and said nothing itself\n{summary}"
+        return f"rank {rank} failed in step {step}: {summary}"
+
+    @staticmethod
+    def _read(content: bytes) -> Failure:
+        return Failure(**json.loads(content))
+
+
+def own_connection(store: Store) -> Store:
+    """A clone of `store` with a connection of its own, where its kind has such; otherwise the store itself."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return store
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)

@@ -1,0 +1,64 @@
+"""Where messages go: rank 0 to the console and to train.log, other ranks only warnings to the console."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger("titan_prores")
+
+
+@functools.cache
+def console() -> Console:
+    """The terminal on stderr; log lines and the progress bar share it, so that neither draws over the other."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def setup(log_file: Path | None, rank: int, world_size: int) -> None:
+    """Send what `logger` is told where this rank's messages belong; a second call replaces the first.
+
+    Args:
+        log_file: rank 0 appends to it; None = console only. Its folder must exist.
+        rank: of this process. Rank 0 shows INFO and above, the others WARNING and above, marked "[rank r]".
+        world_size: number of ranks; with one there is nothing to mark.
+    """
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+    mark = f"[rank {rank}] " if rank and world_size > 1 else ""
+    if sys.stderr.isatty() and rank == 0:
+        from rich.logging import RichHandler
+
+        shown: logging.Handler = RichHandler(
+            console=console(), show_path=False, show_level=False, log_time_format="%H:%M:%S",
+            omit_repeated_times=False, highlighter=None,
+        )  # fmt: skip
+    else:
+        shown = logging.StreamHandler(sys.stderr)
+        shown.setFormatter(_PlainFormatter(f"%(asctime)s {mark}%(message)s", datefmt="%H:%M:%S"))
+    logger.addHandler(shown)
+    if rank == 0 and log_file is not None:
+        kept = logging.FileHandler(log_file, mode="a", encoding="utf-8")
+        kept.setFormatter(_PlainFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        logger.addHandler(kept)
+
+
+class _PlainFormatter(logging.Formatter):
+    """Names the level only where it says something: for warnings and errors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno < logging.WARNING:
+            return text
+        return text.replace(record.message, f"{record.levelname.lower()}: {record.message}", 1)

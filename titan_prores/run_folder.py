@@ -1,0 +1,257 @@
+"""The run folder (`job.dump_folder`): what a run leaves behind, and that no second run writes into it.
+
+Holds recipe.toml, env.json, train.log, metrics.jsonl, tensorboard/ and checkpoint/. Imports torch only to name devices.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import tomli_w
+
+from titan_prores.errors import ConfigError
+from titan_prores.log import logger
+from titan_prores.recipe import Recipe
+
+PACKAGES = ("titan-prores", "torch", "torchao", "torchdata", "numpy")
+
+
+class RunFolder:
+    """Paths of a run, and the few files that the engine itself writes. Making one touches nothing.
+
+    Args:
+        path: the folder; need not exist.
+        is_main: whether this is the one process (rank 0) that writes; in the others every method does nothing.
+    """
+
+    def __init__(self, path: Path, *, is_main: bool) -> None:
+        self.path = Path(path)
+        self.is_main = is_main
+        self._lock: filelock.BaseFileLock | None = None
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def env_file(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where checkpoints go unless `checkpoint.folder` names another place below the run folder."""
+        return self.path / "checkpoint"
+
+    def open(self) -> None:
+        """Create the folder and hold it until `close` or the end of the process.
+
+        Raises:
+            ConfigError: it cannot be created or written, or another live run holds it.
+        """
+        if not self.is_main:
+            return
+        lock = filelock.FileLock(self.path / "run.lock", timeout=0)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except filelock.Timeout:
+            raise self._error("another run that is still alive writes into this folder") from None
+        except NotImplementedError:
+            logger.warning("the file system of %s has no locks: nothing stops a second run there", self.path)
+        except OSError as error:
+            raise self._error(f"cannot be written: {error.strerror}") from error
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let another run have the folder. Safe to call twice, or without `open`."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Write the resolved recipe, every default filled in, each value with where it came from.
+
+        The file is a recipe itself. One with other content that is already there is kept as recipe.1.toml and so on.
+        """
+        if self.is_main:
+            self._replace(self.recipe_file, annotated_toml(recipe))
+
+    def write_env(self, mesh: Mapping[str, int], extra: Mapping[str, Any] | None = None) -> None:
+        """Write what the run ran on; an earlier one is kept as env.1.json and so on.
+
+        Args:
+            mesh: axis -> degree.
+            extra: further JSON-ready facts.
+        """
+        if self.is_main:
+            facts = {**environment(), "mesh": dict(mesh), **(extra or {})}
+            self._replace(self.env_file, json.dumps(facts, indent=2) + "\n")
+
+    def set_aside_metrics(self, step: int) -> int:
+        """Move the rows of metrics.jsonl past `step` to metrics.after-step-<step>.jsonl, so that a step occurs once.
+
+        A last line that a killed writer left unfinished is dropped. However often a run resumes, no row is lost: the
+        side file of an earlier time is kept beside the new one, and it is on disk before metrics.jsonl is replaced.
+
+        Returns:
+            The number of rows moved.
+        """
+        if not self.is_main or not self.metrics_file.exists():
+            return 0
+        data = self.metrics_file.read_bytes()
+        lines = data.splitlines(keepends=True)
+        if lines and _row_step(lines[-1]) is None:
+            lines.pop()
+        elif lines and not lines[-1].endswith(b"\n"):
+            lines[-1] += b"\n"
+        kept = [line for line in lines if (_row_step(line) or 0) <= step]
+        moved = [line for line in lines if (_row_step(line) or 0) > step]
+        if moved:
+            side = _unused(lambda n: self.path / f"metrics.after-step-{step}{f'.{n}' if n else ''}.jsonl")
+            _write_atomically(side, b"".join(moved))
+        if (content := b"".join(kept)) != data:
+            _write_atomically(self.metrics_file, content)
+        return len(moved)
+
+    def _replace(self, file: Path, text: str) -> None:
+        content = text.encode()
+        if file.exists():
+            if file.read_bytes() == content:
+                return
+            file.rename(_unused(lambda n: file.with_name(f"{file.stem}.{n}{file.suffix}"), first=1))
+        _write_atomically(file, content)
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError("job.dump_folder", problem, value=str(self.path))
+
+
+def _row_step(line: bytes) -> int | None:
+    """Step of a row, 0 when it has none; None where the line is no JSON object."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row.get("step", 0) if isinstance(row, dict) else None
+
+
+def _unused(name: Callable[[int], Path], first: int = 0) -> Path:
+    """The first path of name(first), name(first + 1) ... that does not exist."""
+    number = first
+    while name(number).exists():
+        number += 1
+    return name(number)
+
+
+def _write_atomically(file: Path, content: bytes) -> None:
+    """Leave either the old file or the new one whole on disk, wherever the machine stops."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+
+
+_TABLE = re.compile(r"^\[(?P<array>\[?)(?P<name>.+?)\]+$")
+_KEY = re.compile(r"^(?P<name>[\w-]+|\"(?:[^\"\\]|\\.)*\") = ")
+
+
+def annotated_toml(recipe: Recipe) -> str:
+    """The resolved recipe as TOML, every value followed by a comment that says where it came from."""
+    lines, table, array = [], "", None
+    for line in tomli_w.dumps(recipe.to_dict()).splitlines():
+        # tomli_w starts keys and headers in the first column and indents what continues a value.
+        origin = None
+        if found := _TABLE.match(line):
+            table = found["name"]
+            if found["array"]:
+                array = table
+                origin = recipe.origins.get(table, "default")
+            elif array and not table.startswith(f"{array}."):
+                array = None
+        elif (found := _KEY.match(line)) and array is None:
+            name = found["name"].strip('"')
+            origin = recipe.origins.get(f"{table}.{name}" if table else name, "default")
+        lines.append(f"{line}  # {' '.join(origin.split())}" if origin else line)
+    return "\n".join(lines) + "\n"
+
+
+def environment() -> dict[str, Any]:
+    """What is worth knowing about a run's surroundings when its numbers are questioned; JSON-ready."""
+    import torch
+
+    cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "start_time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command_line": shlex.join([sys.executable, *sys.argv]),
+        "working_directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "cuda_devices": cuda,
+        "cuda": torch.version.cuda,
+        "git": git_state(Path(__file__).resolve().parent.parent),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def git_state(checkout: Path) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it; None where `checkout` is not the root of a git checkout."""
+    try:
+        # An installed package may lie in somebody else's checkout: its commit would say nothing about this code.
+        if Path(_git(checkout, "rev-parse", "--show-toplevel")) != checkout:
+            return None
+        dirty = _git(checkout, "status", "--porcelain", "--untracked-files=no") != ""
+        return {"commit": _git(checkout, "rev-parse", "HEAD"), "dirty": dirty}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=30
+    )
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        if package == "titan-prores":  # used from a checkout, not installed
+            from titan_prores import __version__
+
+            return __version__
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

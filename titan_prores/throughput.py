@@ -1,0 +1,89 @@
+"""How fast a run is and what it takes: tokens a second, model FLOPs utilisation, memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+# Dense bf16 peaks of one device in FLOP/s, from the vendors' data sheets (without structured sparsity), by a pattern
+# of the name that the driver reports. First match wins; a variant with another peak comes before its family.
+PEAK_FLOPS = (
+    (r"\bMIG\b", None),  # a slice of a device
+    (r"\bA100\b", 312e12),
+    (r"\bH100 PCIe", 756e12),
+    (r"\bH[12]00 NVL", 835e12),
+    (r"\bG?H[12]00\b", 989e12),
+    (r"\bH20\b", 148e12),
+    (r"\bG?B200\b", 2250e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bRTX 4090$", 165e12),
+    (r"\bRTX 3090$", 71e12),
+    (r"\bMI3(00|25)X\b", 1307e12),
+    (r"\bMI250X?\b", 191.5e12),  # one of its two dies, which is what shows up as a device
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of `device` in FLOP/s; None for CPUs and for devices that are not in the table."""
+    if device.type != "cuda":
+        return None
+    return peak_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    """Dense bf16 peak in FLOP/s of the device that the driver calls `name`, or None."""
+    return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, name)), None)
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, n_devices: int, peak: float) -> float:
+    """Model FLOPs utilisation: share (0 to 1) of the devices' peak that goes into the model's own arithmetic.
+
+    Args:
+        tokens_per_second: of all devices together.
+        flops_per_token: forward and backward; what activation checkpointing computes again does not count.
+        n_devices: number of devices.
+        peak: FLOP/s of one of them.
+    """
+    return tokens_per_second * flops_per_token / (n_devices * peak)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak of allocated device memory so far; without CUDA what this process has resident now. In GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
+class Throughput:
+    """Stopwatch of the training loop. Runs from its making; validation and checkpoints are left out with `paused`."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._paused_seconds = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the step it falls into."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_seconds += time.perf_counter() - start
+
+    def step(self, tokens: int) -> tuple[float, float]:
+        """End a step in which all ranks together trained on `tokens`.
+
+        Returns:
+            Its length in seconds, pauses left out, and tokens per second of all ranks together.
+        """
+        now = time.perf_counter()
+        seconds = max(now - self._last - self._paused_seconds, 1e-9)
+        self._last, self._paused_seconds = now, 0.0
+        return seconds, tokens / seconds
