@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_prores.errors import ConfigError
+from titan_prores.watchdog import group_timeout
 
 T = TypeVar("T")
 
@@ -114,14 +114,14 @@ class Mesh:
             dist.barrier()
 
     def set_timeout(self, seconds: float) -> None:
-        """Timeout of every collective from now on."""
-        groups = [self.device_mesh.get_group(axis) for axis in self.degrees]
-        for group in [None, self._data_group, *groups]:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        """Timeout of every collective from now on; the watchdog's, with its margin on top."""
+        for group in self.groups():
+            dist.distributed_c10d._set_pg_timeout(group_timeout(seconds), group)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Process groups of the run: the world and one an axis."""
-        return [dist.group.WORLD, *(self.device_mesh.get_group(axis) for axis in self.degrees)]
+        """Process groups of the run: the world, one an axis, and the data axes together."""
+        axes = [self.device_mesh.get_group(axis) for axis in self.degrees]
+        return [dist.group.WORLD, self._data_group, *axes]
 
 
 def start(degrees: Mapping[str, int], device: torch.device, world: World, timeout_seconds: float) -> Mesh:
@@ -132,7 +132,7 @@ def start(degrees: Mapping[str, int], device: torch.device, world: World, timeou
         device: this rank's device; decides between nccl and gloo.
         timeout_seconds: of every collective.
     """
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = group_timeout(timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -100,6 +100,9 @@ class Transform:
     def after_step(self, step: int) -> None:
         """After the optimizer; `step` counts the completed updates, this one included."""
 
+    def after_evaluation(self) -> None:
+        """Forward passes that no backward pass follows are over."""
+
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         """Keys for the metrics row of update `step`; `detailed` asks for per-layer lists too."""
         return {}

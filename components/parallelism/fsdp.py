@@ -57,5 +57,11 @@ class FullyShardedDataParallel(Parallelism):
         kind = f"HSDP, {degrees['dp_replicate']} replicas of" if degrees["dp_replicate"] > 1 else "FSDP2,"
         return f"{kind} {degrees['dp_shard']} shards"
 
+    def after_evaluation(self) -> None:
+        # What a backward pass would have freed: until then the model's parameters are not those of the optimizer.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def before_microbatch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)

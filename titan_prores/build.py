@@ -1,0 +1,192 @@
+"""The stages that build a run, each a function; `--check` uses those that allocate nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from titan_prores.data import TokenCache, TokenWindows, prepare
+from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.log import logger
+from titan_prores.mesh import Mesh
+from titan_prores.parts import Part
+from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
+from titan_prores.recipe import Recipe, changes_since
+from titan_prores.transform import Facts, Transform, apply_all
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Components:
+    """The components of a recipe that need no mesh, built; the model on the meta device and not yet transformed."""
+
+    tokenizer: Tokenizer
+    dataset: Dataset
+    model: nn.Module
+    loss: Loss
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    validator: Validator
+    metrics: list[Metric]
+    transforms: list[tuple[str, Transform]]
+
+
+def build_components(recipe: Recipe) -> Components:
+    """Build whatever can be built, and so checked, before a process group exists.
+
+    Raises:
+        ConfigErrors: all faults that showed.
+    """
+    errors: list[ConfigError] = []
+    slots, training = recipe.slots, recipe.training
+
+    def attempt(build: Callable[[], Any], prefix: str = "") -> Any:
+        try:
+            return build()
+        except ConfigError as error:
+            error.under(prefix)
+            error.where = error.where or recipe.origins.get(error.key)
+            errors.append(error)
+        except ConfigErrors as several:
+            errors.extend(several.errors)
+        return None
+
+    def build_model() -> nn.Module:
+        vocab_size = tokenizer.n_vocab if tokenizer is not None else 1
+        with torch.device("meta"):
+            return slots["model"].build(vocab_size=vocab_size, seq_len=training.seq_len).to(DTYPES[training.dtype])
+
+    tokenizer = attempt(slots["tokenizer"].build)
+    dataset = attempt(slots["dataset"].build)
+    model = attempt(build_model)
+    loss = attempt(slots["loss"].build)
+    optimizer = attempt(slots["optimizer"].build)
+    lr_scheduler = attempt(lambda: slots["lr_scheduler"].build(total_steps=training.steps))
+    validator = attempt(slots["validation"].build)
+    metrics = [attempt(part.build) for part in recipe.sets["metrics"]]
+    if optimizer is not None and model is not None:
+        attempt(lambda: optimizer.build(model.named_parameters()), "optimizer")
+
+    def build_transform(part: Part) -> Transform:
+        transform = part.build()
+        if model is not None:
+            transform.check(model)
+        return transform
+
+    parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
+    transforms = [(part.name, attempt(lambda part=part: build_transform(part))) for part in parts]
+    if errors:
+        raise ConfigErrors(errors)
+    return Components(tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, transforms)
+
+
+def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[str]:
+    """Apply the recipe's transforms to the model in place; returns a line for each.
+
+    Raises:
+        ConfigError: the recipe needs something that no transform provides.
+    """
+    facts = Facts(
+        mesh,
+        param_dtype=DTYPES[recipe.training.mixed_precision_param],
+        reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
+    )
+    return apply_all(components.model, components.transforms, facts)
+
+
+def choose_checkpoint(
+    checkpointer: Checkpointer | None, recipe: Recipe, batch_size: int
+) -> tuple[int | None, dict[str, Any]]:
+    """Where the run starts: a checkpoint's step with its meta, or (None, {}). Says what was chosen and why.
+
+    Args:
+        checkpointer: None where checkpoints are switched off.
+        recipe: of the run that wants to start.
+        batch_size: its global batch size, in sequences.
+
+    Raises:
+        ConfigError, ConfigErrors: there is no such checkpoint, or it belongs to a run that differs in what must not.
+    """
+    if checkpointer is None:
+        return None, {}
+    try:
+        step, reason = checkpointer.choose()
+    except ConfigError as error:
+        raise error.under("checkpoint") from error
+    logger.info(reason)
+    if step is None:
+        return None, {}
+    meta = checkpointer.read_meta(step)
+    errors, notes = changes_since(recipe, meta["recipe"])
+    was = meta["global_batch_size"]
+    if was != batch_size and not errors:  # -1 in both recipes, on another number of ranks
+        errors.append(ConfigError("training.global_batch_size", f"was {was} in the checkpoint: set it to {was}", value=-1))
+    if errors:
+        raise ConfigErrors(errors)
+    for note in notes:
+        logger.info("changed since the checkpoint: %s", note)
+    return step, meta
+
+
+def prepare_data(
+    recipe: Recipe, components: Components, mesh: Mesh, meta: Mapping[str, Any]
+) -> tuple[TokenCache, TokenWindows]:
+    """The token cache, built where it is not there yet, and its training windows.
+
+    Raises:
+        ConfigError: too little text, ranks that see different text, or other text than the checkpoint's `meta` tells.
+    """
+    source, tokenizer = recipe.slots["dataset"], recipe.slots["tokenizer"]
+    try:
+        cache = prepare(
+            components.dataset, components.tokenizer, source.config, source_name=source.name,
+            tokenizer_name=tokenizer.name, say=logger.info,
+        )  # fmt: skip
+        windows = TokenWindows(cache.train, recipe.training.seq_len)
+    except ConfigError as error:
+        raise error.under("dataset") from error
+    found = mesh.gather(cache.fingerprint)
+    for rank, fingerprint in enumerate(found):
+        if fingerprint != found[0]:
+            raise ConfigError("dataset", f"rank {rank} reads other text than rank 0")
+    if meta.get("data", cache.fingerprint) != cache.fingerprint:
+        raise ConfigError("dataset", "the text is not what it was when the checkpoint was written")
+    return cache, windows
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What one rank holds between steps, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
+    """Bytes of this rank's parameters, gradients and optimizer state, for a transformed model on the meta device.
+
+    The optimizer takes one real step on fake tensors shaped like the rank's shards, so its state is what it would
+    allocate, whichever optimizer it is.
+    """
+    local = {
+        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in model.named_parameters()
+    }
+    with FakeTensorMode():
+        shards = {}
+        for name, part in local.items():
+            shards[name] = nn.Parameter(torch.empty(part.shape, dtype=part.dtype))
+            shards[name].grad = torch.empty_like(shards[name])
+        stepped = optimizer.build(shards.items())
+        stepped.step()
+        state = [value for held in stepped.state.values() for value in held.values() if torch.is_tensor(value)]
+        gradients = [shard.grad for shard in shards.values()]
+        return StateBytes(*(sum(t.nbytes for t in held) for held in (shards.values(), gradients, state)))

@@ -1,0 +1,274 @@
+"""The command line of scripts/train.py. Loads torch only once a recipe's own keys are known to be right."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_prores import config, registry
+from titan_prores.config import Section, slot_kind, type_name
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, resolve
+
+if TYPE_CHECKING:
+    from titan_prores.trainer import Trainer
+
+USAGE = """\
+Train a language model from a TOML recipe.
+
+  torchrun --standalone --nproc_per_node 2 scripts/train.py --config FILE [--section.key=value ...]
+  python scripts/train.py --config FILE [--section.key=value ...]      one process
+
+  --config FILE              the recipe
+  --section.key=value        override anything in it; the value as in TOML, quotes around a word may be left out
+  --check                    resolve the recipe, print what it would run, and stop
+  --world-size N             with --check: for this many ranks
+  --list-components [KIND]   the components there are, one line each
+  --help                     this text
+  --help SECTION             the keys of an engine section, such as training
+  --help KIND.NAME           the keys of a component, such as lr_scheduler.wsd
+
+Exit status: 0 the run went well, 2 the recipe or command line is wrong, 130 interrupted, 1 anything else.
+"""
+
+FLAGS = ("--config", "--check", "--world-size", "--list-components", "--help")
+
+
+@dataclass
+class Options:
+    """A parsed command line. For `list_components` and `help`, "" means without an argument."""
+
+    config: Path | None = None
+    check: bool = False
+    world_size: int | None = None
+    list_components: str | None = None
+    help: str | None = None
+    overrides: list[str] = field(default_factory=list)
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Split a command line into options and overrides.
+
+    Raises:
+        ConfigErrors: every argument that is neither.
+    """
+    options, errors, left = Options(), [], list(arguments)
+
+    def value_of(flag: str, inline: str | None, *, required: bool) -> str:
+        if inline is not None:
+            return inline
+        if left and not left[0].startswith("--"):
+            return left.pop(0)
+        if required:
+            errors.append(ConfigError(flag, "needs a value"))
+        return ""
+
+    while left:
+        argument = left.pop(0)
+        flag, equals, text = argument.partition("=")
+        inline = text if equals else None
+        if flag in ("--help", "-h"):
+            options.help = value_of(flag, inline, required=False)
+        elif flag == "--list-components":
+            options.list_components = value_of(flag, inline, required=False)
+        elif flag == "--check":
+            options.check = True
+        elif flag == "--config":
+            options.config = Path(value_of(flag, inline, required=True))
+        elif flag == "--world-size":
+            number = value_of(flag, inline, required=True)
+            if number.isdigit() and int(number) > 0:
+                options.world_size = int(number)
+            elif number:
+                errors.append(ConfigError(flag, "must be an int greater than 0", value=number))
+        elif flag.startswith("--") and ("." in flag or equals):
+            options.overrides.append(argument if equals else f"{flag}={value_of(flag, None, required=True)}")
+        else:
+            errors.append(
+                ConfigError(argument, "is no option", nearest=nearest(flag, FLAGS), allowed="see --help")
+            )
+    if options.world_size is not None and not options.check:
+        errors.append(ConfigError("--world-size", "goes with --check; a run takes its size from torchrun"))
+    if options.config is None and not errors and options.help is None and options.list_components is None:
+        errors.append(ConfigError("--config", "is required: a TOML recipe", allowed="see --help"))
+    if errors:
+        raise ConfigErrors(errors)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        if options.help is not None:
+            print(describe(options.help) if options.help else USAGE, end="")
+        elif options.list_components is not None:
+            print(list_components(options.list_components), end="")
+        else:
+            tree = config.load(options.config, options.overrides, registry.builtin_folder() / "defaults.toml")
+            world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+            recipe = resolve(tree, world_size)
+            if options.check:
+                from titan_prores.check import report
+
+                print(report(recipe, world_size), end="")
+            else:
+                return train(recipe)
+    except ConfigError as error:
+        return refuse([error])
+    except ConfigErrors as several:
+        return refuse(several.errors)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def refuse(errors: Sequence[ConfigError]) -> int:
+    """Print faults of a recipe, once for all ranks, and return the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        for error in errors:
+            print(f"error: {error}", file=sys.stderr)
+        if len(errors) > 1:
+            print(f"{len(errors)} errors", file=sys.stderr)
+    return 2
+
+
+def train(recipe: Recipe) -> int:
+    """Train, and see to it that a failure on any rank ends all of them with one readable summary."""
+    from titan_prores.log import setup
+    from titan_prores.mesh import World
+    from titan_prores.trainer import Trainer
+
+    world = World.from_environment()
+    setup(None, world.rank, world.size)
+    trainer = Trainer.__new__(Trainer)  # so that a failure while it is built can ask it how far it came
+    try:
+        trainer.__init__(recipe, world)
+        end = trainer.train()
+        trainer.close()
+    except BaseException as error:
+        _leave(_status_of(error, trainer, world.rank))
+    if world.rank == 0:
+        print(_farewell(end), end="")
+    return 0
+
+
+def _farewell(end: dict) -> str:
+    lines = [f"finished     step {end['step']}"]
+    if "validation_perplexity" in end:
+        lines.append(
+            f"validation   loss {end['validation_loss']:.4f}, perplexity {end['validation_perplexity']:.3f} "
+            f"over {end['validation_tokens']} held-out tokens"
+        )
+    if end["tokens_per_second"]:
+        lines.append(f"speed        {end['tokens_per_second']:.0f} tokens/s (median step)")
+    lines.append(f"run folder   {end['run_folder']}")
+    return "\n".join(lines) + "\n"
+
+
+def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
+    """Say what happened, once, and choose the exit status."""
+    if isinstance(error, (ConfigError, ConfigErrors)):
+        return refuse(getattr(error, "errors", [error]))
+    if isinstance(error, KeyboardInterrupt):
+        if rank == 0:
+            logging.getLogger("titan_prores").warning("interrupted after step %d", trainer.step)
+        return 130
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from titan_prores.failures import summarise
+
+    board = trainer.failures
+    text = board.account(error, rank, trainer.step + 1) if board else f"rank {rank} failed: {summarise(error, rank)}"
+    logging.getLogger("titan_prores").error(text, exc_info=error if os.environ.get("TITAN_PRORES_TRACEBACK") else None)
+    if isinstance(error, Exception):
+        get_error_handler().record_exception(error)  # torchrun's own summary names the first failing rank from this
+    return 1
+
+
+def _leave(status: int) -> None:
+    """End the process now: the usual way out would wait for peers that are gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# --- Help, from the declarations that validate -----------------------------------------------------------------------
+
+
+def list_components(kind: str = "") -> str:
+    """Components of a kind, or of all kinds, with the first line of their docstrings."""
+    if kind and kind not in registry.KINDS:
+        raise ConfigError(
+            "--list-components", "is no kind of component", value=kind, allowed=list(registry.KINDS),
+            nearest=nearest(kind, registry.KINDS),
+        )  # fmt: skip
+    lines = []
+    for each in [kind] if kind else registry.KINDS:
+        lines.append(f"{each}: {registry.KINDS[each].summary}")
+        names = registry.names(each)
+        width = max(map(len, names), default=0)
+        lines += [f"  {name:<{width}}  {registry.summary(registry.lookup(each, name))}" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def describe(topic: str) -> str:
+    """Every key of `kind.name` or of an engine section: type, default, unit and meaning.
+
+    Raises:
+        ConfigError: there is no such component or section.
+    """
+    kind, dot, name = topic.partition(".")
+    if not dot and kind in ENGINE_SECTIONS:
+        section = ENGINE_SECTIONS[kind]
+        return "\n".join([f"[{kind}]  {registry.summary(section)}", *_describe_section(section)]) + "\n"
+    kind = SLOTS.get(kind, SETS.get(kind, kind))
+    if not dot or kind not in registry.KINDS:
+        topics = [*ENGINE_SECTIONS, *(f"{k}.<name>" for k in registry.KINDS)]
+        hint = nearest(kind, [*ENGINE_SECTIONS, *registry.KINDS, *SECTIONS])
+        raise ConfigError("--help", "is neither a section nor kind.name", value=topic, allowed=topics, nearest=hint)
+    try:
+        component = registry.lookup(kind, name)
+    except ConfigError as error:
+        raise error.under(f"--help {kind}") from error
+    head = [f"{kind}.{name}  {registry.summary(component)}"]
+    return "\n".join([*head, *_describe_section(component.Config)]) + "\n"
+
+
+def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
+    lines = []
+    if not section.model_fields:
+        lines.append(f"{indent}(no keys)")
+    for name, info in section.model_fields.items():
+        extra = info.json_schema_extra or {}
+        if kind := slot_kind(info):
+            lines.append(f'{indent}{name}: {kind} = {{ name = "{info.default["name"]}" }}')
+        else:
+            unit = f" {extra['unit']}" if extra.get("unit") else ""
+            default = "" if info.is_required() else f" = {_toml_value(info.default)}{unit}"
+            required = " (required)" if info.is_required() and not section.presets({})[0].get(name) else ""
+            lines.append(f"{indent}{name}: {type_name(info.annotation)}{default}{required}{_bounds(info.metadata)}")
+        lines.append(f"{indent}    {info.description}")
+    return lines
+
+
+def _toml_value(value: object) -> str:
+    if value is None:
+        return "(not set)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _bounds(metadata: Sequence[object]) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = [f"{signs[key]} {getattr(rule, key)}" for rule in metadata for key in signs if hasattr(rule, key)]
+    return f"   [{', '.join(found)}]" if found else ""

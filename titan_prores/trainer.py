@@ -1,0 +1,285 @@
+"""A run: build it, then step by step."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_prores import mesh as mesh_module
+from titan_prores import throughput
+from titan_prores.build import build_components, choose_checkpoint, prepare_data, transform_model
+from titan_prores.data import TokenWindows, microbatches
+from titan_prores.failures import FailureBoard
+from titan_prores.init import init_weights, name_seed
+from titan_prores.log import logger, setup
+from titan_prores.mesh import Mesh, World
+from titan_prores.profiling import profiler
+from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
+from titan_prores.run_folder import RunFolder
+from titan_prores.watchdog import Watchdog
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient norm was not finite, and the recipe says to stop."""
+
+
+class Trainer:
+    """Builds everything that a recipe names and trains. All methods are collective.
+
+    Attributes:
+        step: completed optimizer updates, passed-over batches included.
+        failures: where a rank that fails says so.
+
+    Raises:
+        ConfigError, ConfigErrors: the recipe does not fit the model, the data, the devices or the checkpoint.
+    """
+
+    step = 0
+    skipped_in_a_row = 0
+    failures: FailureBoard | None = None
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        self.recipe = recipe
+        self.last_validation: dict[str, float] = {}
+        self.speeds: deque[float] = deque(maxlen=1000)
+        # What can be wrong with the recipe shows here, before there is a process group.
+        self.parts = build_components(recipe)
+        self.metrics = self.parts.metrics
+        device = mesh_module.choose_device(recipe.job.device, world.local_rank)
+        self._set_determinism()
+
+        degrees = plan_mesh(recipe.parallelism, world.size)
+        self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
+        self.failures = FailureBoard(self.mesh.store)
+        self.run = RunFolder(Path(recipe.job.dump_folder), is_main=self.mesh.is_main)
+        self.mesh.on_main(self.run.open)
+        setup(self.run.log_file if self.mesh.is_main else None, world.rank, world.size)
+
+        self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
+        self.checkpointer = self._checkpointer()
+        resume_step, meta = choose_checkpoint(self.checkpointer, recipe, self.batch_size)
+        self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, meta)
+        self._build_model()
+        self.optimizer = self.parts.optimizer.build(self.model.named_parameters())
+        if resume_step is not None:
+            self.checkpointer.load(resume_step, self.model, self.optimizer)
+            self.step = resume_step
+        self.samples = meta.get("samples", 0)
+
+    # --- Build ----------------------------------------------------------------------------------------------------
+
+    def _set_determinism(self) -> None:
+        if self.recipe.training.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+
+    def _checkpointer(self) -> Any:
+        part = self.recipe.slots["checkpoint"]
+        return part.build(run=self.run, mesh=self.mesh) if part.config.enabled else None
+
+    def _build_model(self) -> None:
+        for line in transform_model(self.recipe, self.parts, self.mesh):
+            logger.info(line)
+        self.model = self.parts.model
+        self.model.to_empty(device=self.mesh.device)
+        init_weights(self.model, self.model.init_rules(), self.recipe.training.seed)
+        self.model.fill_buffers()
+        self.transforms = [transform for _, transform in self.parts.transforms]
+        for transform in self.transforms:
+            transform.on_materialize(self.model)
+        self.model.train()
+
+    # --- Train ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Train to `training.steps` or `training.stop_after`; returns what to say at the end."""
+        recipe, training = self.recipe, self.recipe.training
+        end = min(training.steps, training.stop_after or training.steps)
+        info = {
+            "total_steps": training.steps, "end_step": end, "start_step": self.step, "n_layers": len(self.model.layers),
+            "log_freq": recipe.metrics.log_freq, "recipe": recipe.to_dict(),
+        }  # fmt: skip
+        self.mesh.on_main(lambda: self._open_records(info))
+        if self.step >= end:
+            logger.info("nothing left to train: step %d of %d is done", self.step, end)
+        validation = recipe.slots["validation"].config
+        checkpoint = recipe.slots["checkpoint"].config
+        if training.gc_freq:
+            gc.disable()
+        first_step = self.step + 1
+        mesh = self.mesh
+        watchdog = Watchdog(mesh.store, mesh.rank, mesh.size, recipe.comm.init_timeout_seconds, mesh.groups())
+        try:
+            with watchdog, profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step) as profile:
+                self.loader = self._microbatches()
+                self.clock = throughput.Throughput()
+                while self.step < end:
+                    watchdog.mark(self.step + 1, "training")
+                    self.train_step()
+                    profile.step()
+                    last = self.step == end
+                    with self.clock.paused():
+                        if validation.enabled and (last or self.step % validation.freq == 0):
+                            watchdog.mark(self.step, "validating")
+                            self.validate()
+                        if checkpoint.enabled and (last or self.step % checkpoint.interval == 0):
+                            watchdog.mark(self.step, "saving a checkpoint")
+                            self.save()
+                        if self.step == first_step:
+                            mesh.set_timeout(recipe.comm.train_timeout_seconds)
+                            watchdog.set_timeout(recipe.comm.train_timeout_seconds)
+                    if training.gc_freq and self.step % training.gc_freq == 0:
+                        gc.collect()
+        finally:
+            gc.enable()
+            if mesh.is_main:
+                for metric in self.metrics:
+                    metric.close()
+        speed = statistics.median(self.speeds) if self.speeds else None
+        return {"step": self.step, "run_folder": str(self.run.path), "tokens_per_second": speed, **self.last_validation}
+
+    def train_step(self) -> None:
+        """One optimizer update."""
+        for transform in self.transforms:
+            transform.before_step(self.step)
+        factor = self.parts.lr_scheduler.factor(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        # Random numbers depend on what is computed, not on what was computed before: no state to save.
+        torch.manual_seed(name_seed(self.recipe.training.seed, f"step {self.step} rank {self.mesh.data_rank}"))
+
+        count = self.batch_size // (self.recipe.training.local_batch_size * self.mesh.data_size)
+        batches = [[t.to(self.mesh.device, non_blocking=True) for t in next(self.loader)] for _ in range(count)]
+        valid = sum((labels_BS != -100).sum() for _, labels_BS in batches)
+        valid = self.mesh.sum_over_data(valid)
+        loss_sum = torch.zeros((), device=self.mesh.device)
+        for number, (tokens_BS, labels_BS) in enumerate(batches, 1):
+            for transform in self.transforms:
+                transform.before_microbatch(last=number == count)
+            loss = self.parts.loss(self.model(tokens_BS), labels_BS) / valid
+            loss.backward()
+            loss_sum += loss.detach()
+
+        grad_norm = self._clip_gradients()
+        loss_sum = self.mesh.sum_over_data(loss_sum)
+        loss_value, norm_value = torch.stack([loss_sum, grad_norm]).tolist()  # the one wait for the device
+        self.step += 1
+        self.samples += self.batch_size
+        probed = {}
+        for metric in self.metrics:
+            probed |= metric.measure(self.step, self.model)
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for transform in self.transforms:
+            transform.after_step(self.step)
+        self._log_step(loss_value, norm_value, factor, probed, skipped=not finite)
+        self._judge(finite, loss_value, norm_value)
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Scale gradients to max_norm; returns their L2 norm before that, over all ranks, fp32 scalar."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.recipe.training.max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_norm, norm)
+        return norm.float()
+
+    def _judge(self, finite: bool, loss: float, grad_norm: float) -> None:
+        """Both numbers are the same on all ranks, so all ranks decide alike."""
+        if finite:
+            self.skipped_in_a_row = 0
+            return
+        training = self.recipe.training
+        what = f"step {self.step}: loss {loss}, grad norm {grad_norm}"
+        self.skipped_in_a_row += 1
+        if training.on_nonfinite == "stop":
+            raise NonFiniteError(f"{what}; the optimizer has not moved (training.on_nonfinite = skip passes over a batch)")
+        if self.skipped_in_a_row > training.max_nonfinite_skips:
+            raise NonFiniteError(f"{what}; training.max_nonfinite_skips = {training.max_nonfinite_skips} batches skipped")
+        logger.warning("%s: batch passed over, %d in a row", what, self.skipped_in_a_row)
+
+    # --- Around the step ------------------------------------------------------------------------------------------
+
+    def _microbatches(self) -> Any:
+        return microbatches(
+            self.windows, seed=self.recipe.training.seed, start_position=self.samples,
+            local_batch_size=self.recipe.training.local_batch_size, data_rank=self.mesh.data_rank,
+            data_ranks=self.mesh.data_size, num_workers=self.recipe.slots["dataset"].config.num_workers,
+        )  # fmt: skip
+
+    def _open_records(self, info: dict[str, Any]) -> None:
+        """Rank 0: write what the run is, and take rows of steps that will be trained again out of metrics.jsonl."""
+        moved = self.run.set_aside_metrics(self.step)
+        if moved:
+            logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, self.step)
+        self.run.write_recipe(self.recipe)
+        self.run.write_env(self.mesh.degrees)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        logger.info(
+            "%s: %.2fM parameters, %d ranks on %s, %d tokens a step", self.recipe.slots["model"].name, parameters / 1e6,
+            self.mesh.size, self.mesh.device.type, self.batch_size * self.recipe.training.seq_len,
+        )  # fmt: skip
+        for metric in self.metrics:
+            metric.start(self.run, info)
+
+    def _log_step(self, loss: float, grad_norm: float, factor: float, probed: dict[str, Any], skipped: bool) -> None:
+        tokens = self.batch_size * self.recipe.training.seq_len
+        seconds, speed = self.clock.step(tokens)
+        self.speeds.append(speed)
+        if not self.mesh.is_main:
+            return
+        row = {
+            "step": self.step, "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "grad_norm": grad_norm, "lr": self.optimizer.param_groups[-1]["lr"],
+            "tokens": self.samples * self.recipe.training.seq_len, "tokens_per_second": speed, "step_seconds": seconds,
+            "memory_gib": throughput.memory_gib(self.mesh.device),
+        }  # fmt: skip
+        if (peak := throughput.peak_flops(self.mesh.device)) is not None:
+            row["mfu"] = throughput.mfu(speed, self.model.flops_per_token(), self.mesh.size, peak)
+        if skipped:
+            row["skipped"] = True
+        detailed = self.step % self.recipe.metrics.log_freq == 0
+        for transform in self.transforms:
+            row |= transform.row(self.step, detailed=detailed)
+        self._write(row | probed)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        for metric in self.metrics:
+            metric.write(row)
+
+    def validate(self) -> None:
+        """Measure on held-out text and write a validation row."""
+        if not len(self.data.validation):
+            return
+        windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
+        self.last_validation = self.parts.validator.validate(
+            self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size
+        )
+        for transform in self.transforms:
+            transform.after_evaluation()
+        if self.mesh.is_main:
+            self._write({"step": self.step, **self.last_validation})
+
+    def save(self) -> None:
+        """Write a full checkpoint."""
+        meta = {
+            "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size, "data": self.data.fingerprint,
+            "mesh": self.mesh.degrees, "recipe": self.recipe.to_dict(),
+        }  # fmt: skip
+        path = self.checkpointer.save(self.step, self.model, self.optimizer, meta)
+        logger.info("checkpoint of step %d in %s", self.step, path)
+
+    def close(self) -> None:
+        """End a run that went well: let the folder go and leave the process group together."""
+        self.run.close()
+        mesh_module.stop()
