@@ -38,12 +38,14 @@ def setup(log_file: Path | None, rank: int, world_size: int) -> None:
 
     mark = f"[rank {rank}] " if rank and world_size > 1 else ""
     if sys.stderr.isatty() and rank == 0:
+        from rich.highlighter import NullHighlighter
         from rich.logging import RichHandler
 
         shown: logging.Handler = RichHandler(
             console=console(), show_path=False, show_level=False, log_time_format="%H:%M:%S",
-            omit_repeated_times=False, highlighter=None,
+            omit_repeated_times=False, highlighter=NullHighlighter(),
         )  # fmt: skip
+        shown.setFormatter(_PlainFormatter("%(message)s"))
     else:
         shown = logging.StreamHandler(sys.stderr)
         shown.setFormatter(_PlainFormatter(f"%(asctime)s {mark}%(message)s", datefmt="%H:%M:%S"))
