@@ -67,7 +67,7 @@ class HuggingFaceDataset:
             ConfigError: the data set, its split or the field does not exist, or reading it fails.
         """
         config, builder = self.config, self._builder
-        known = list(builder.config.data_files or builder.info.splits or ())
+        known = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
         if known and not set(config.split.split("+")) <= set(known):
             raise ConfigError(
                 "split", "is no split of the data set", value=config.split, allowed=known,
@@ -96,7 +96,7 @@ class HuggingFaceDataset:
         config, files = self.config, self._builder.config.data_files or {}
         parts = [
             [config.path, config.subset, config.split, config.field, config.data_files, config.max_documents],
-            {split: [list(found), found.origin_metadata] for split, found in files.items()},
+            {str(split): [list(found), found.origin_metadata] for split, found in files.items()},
             self._builder.hash,
         ]
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

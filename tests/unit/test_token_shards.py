@@ -308,7 +308,7 @@ def test_verify_finds_a_flipped_byte(tmp_path):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cache_folder = .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"cache_folder = .* cannot be written"):
         make(tmp_path / "file" / "cache")
 
 

@@ -1,0 +1,190 @@
+"""Windows and microbatches: every token is a label once, and no layout changes who gets which sample when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titan_prores.data import IGNORED_LABEL, TokenStream, TokenWindows, microbatches, sample_windows
+from titan_prores.data.shards import Shard
+from titan_prores.errors import ConfigError
+
+
+def write_stream(folder: Path, n_tokens: int, shard_tokens: int = 37) -> TokenStream:
+    """Tokens 0, 1, 2 ..., so that a token tells its place."""
+    shards = []
+    for number, start in enumerate(range(0, n_tokens, shard_tokens)):
+        path = folder / f"train-{number:05d}.bin"
+        tokens = np.arange(start, min(start + shard_tokens, n_tokens), dtype="<u2")
+        tokens.tofile(path)
+        shards.append(Shard(path, len(tokens), tokens.nbytes, ""))
+    return TokenStream("train", shards, np.dtype("<u2"), eot_id=60000)
+
+
+@pytest.fixture
+def windows(tmp_path) -> TokenWindows:
+    return TokenWindows(write_stream(tmp_path, 10 * 8 + 1), seq_len=8)  # 10 windows
+
+
+@pytest.mark.parametrize("n_tokens", [9, 16, 17, 80, 81, 88])
+def test_windows_shift_labels_by_one(tmp_path, n_tokens):
+    windows = TokenWindows(write_stream(tmp_path, n_tokens), 8)
+    labels = [windows[w][1] for w in range(len(windows))]
+    for w in range(len(windows)):
+        assert windows[w][0].tolist() == list(range(8 * w, 8 * w + 8))
+        assert windows[w][0].dtype == windows[w][1].dtype == torch.int64
+    assert torch.cat(labels).tolist() == list(range(1, 8 * ((n_tokens - 1) // 8) + 1))
+    with pytest.raises(IndexError):
+        windows[len(windows)]
+
+
+@pytest.mark.parametrize("n_tokens", [2, 5, 9, 16, 17, 18])
+def test_partial_window_makes_every_token_but_the_first_a_label(tmp_path, n_tokens):
+    windows = TokenWindows(write_stream(tmp_path, n_tokens), 8, keep_partial=True)
+    tokens, labels = (torch.cat([windows[w][side] for w in range(len(windows))]) for side in (0, 1))
+    assert tokens.shape == labels.shape and len(labels) % 8 == 0
+    assert labels[labels != IGNORED_LABEL].tolist() == list(range(1, n_tokens))
+    assert tokens[labels != IGNORED_LABEL].tolist() == list(range(n_tokens - 1))
+    assert set(tokens[labels == IGNORED_LABEL].tolist()) <= {60000}
+    assert len(labels) - (n_tokens - 1) < 8
+
+
+@pytest.mark.parametrize(("n_tokens", "keep_partial"), [(8, False), (0, False), (1, True), (0, True)])
+def test_too_few_tokens(tmp_path, n_tokens, keep_partial):
+    with pytest.raises(ConfigError, match=rf"training.seq_len = 8: the train split has {n_tokens} tokens"):
+        TokenWindows(write_stream(tmp_path, n_tokens), 8, keep_partial=keep_partial)
+
+
+def take(windows, count, **changed):
+    settings = dict(
+        seed=1, start_position=0, local_batch_size=2, data_rank=0, data_ranks=1, num_workers=0
+    ) | changed  # fmt: skip
+    batches = microbatches(windows, **settings)
+    taken = list(islice(batches, count))
+    batches.close()
+    return taken
+
+
+def test_follows_the_order_through_epochs(windows):
+    """Against the definition: sample p is window_order(seed, p // n)[p % n]; n = 10."""
+    got = torch.cat([tokens for tokens, _ in take(windows, 30, local_batch_size=2)])
+    expected = sample_windows(1, np.arange(60), 10)
+    assert (got[:, 0] // 8).tolist() == expected.tolist()
+    for epoch in range(6):
+        assert sorted(expected[10 * epoch : 10 * epoch + 10].tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("start_position", [0, 7, 10, 9995, 10**12 + 3])
+def test_global_batches_are_the_same_on_every_layout(windows, start_position):
+    """12 samples an update, as ranks x microbatches x batch size, in one process or three: the same ones in order."""
+    n_updates, size = 4, 12
+    positions = start_position + np.arange(n_updates * size).reshape(n_updates, size)
+    expected = sample_windows(1, positions, 10)
+    for data_ranks, num_workers, local_batch_size in (
+        (1, 0, 12), (1, 3, 4), (1, 1, 1), (2, 0, 3), (2, 1, 6), (2, 3, 2), (4, 0, 1), (4, 1, 3), (4, 3, 3),
+    ):  # fmt: skip
+        accumulated = size // (data_ranks * local_batch_size)
+        seen = np.empty((n_updates, accumulated, data_ranks, local_batch_size), dtype=np.int64)
+        for rank in range(data_ranks):
+            batches = take(
+                windows, n_updates * accumulated, start_position=start_position, data_rank=rank,
+                data_ranks=data_ranks, num_workers=num_workers, local_batch_size=local_batch_size,
+            )  # fmt: skip
+            for k, (tokens_BS, labels_BS) in enumerate(batches):
+                assert tokens_BS.shape == labels_BS.shape == (local_batch_size, 8)
+                assert torch.equal(labels_BS, tokens_BS + 1)
+                seen[k // accumulated, k % accumulated, rank] = tokens_BS[:, 0] // 8
+        np.testing.assert_array_equal(seen.reshape(n_updates, size), expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumes_on_another_layout(windows, num_workers):
+    straight = torch.cat([tokens for tokens, _ in take(windows, 12, local_batch_size=4)])
+    first = torch.cat([tokens for tokens, _ in take(windows, 5, local_batch_size=4)])
+    resumed = torch.empty(28, 8, dtype=torch.int64)
+    for rank in range(2):
+        batches = take(
+            windows, 7, start_position=20, local_batch_size=2, data_rank=rank, data_ranks=2, num_workers=num_workers
+        )
+        for k, (tokens_BS, _) in enumerate(batches):
+            at = (k * 2 + rank) * 2
+            resumed[at : at + 2] = tokens_BS
+    assert torch.equal(torch.cat([first, resumed]), straight)
+
+
+def test_runs_past_what_is_planned_at_once(windows):
+    got = torch.cat([tokens for tokens, _ in take(windows, 150, local_batch_size=1)])
+    assert (got[:, 0] // 8).tolist() == sample_windows(1, np.arange(150), 10).tolist()
+
+
+def test_leaves_the_global_random_state_alone(windows):
+    before = torch.get_rng_state()
+    take(windows, 3, num_workers=0)
+    take(windows, 3, num_workers=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_workers_end_with_the_iterator(windows, how):
+    before = set(multiprocessing.active_children())
+    batches = microbatches(
+        windows, seed=0, start_position=0, local_batch_size=1, data_rank=0, data_ranks=1, num_workers=2
+    )
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    if how == "close":
+        batches.close()
+    else:
+        del batches
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.parametrize("changed", [{"data_rank": 1}, {"start_position": -1}, {"local_batch_size": 0}])
+def test_refuses_at_once_what_is_out_of_range(windows, changed):
+    settings = dict(seed=1, start_position=0, local_batch_size=2, data_rank=0, data_ranks=1, num_workers=0)
+    with pytest.raises(ValueError):
+        microbatches(windows, **settings | changed)
+
+
+SIGNALLED = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_loader import TokenWindows, microbatches, write_stream
+windows = TokenWindows(write_stream(Path(sys.argv[1]), 1001), 8)
+batches = microbatches(
+    windows, seed=0, start_position=0, local_batch_size=1, data_rank=0, data_ranks=1, num_workers=2
+)
+next(batches)
+caught = []
+signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
+os.killpg(0, signal.SIGTERM)
+time.sleep(0.5)
+for _ in range(20):
+    next(batches)
+assert caught
+if len(sys.argv) > 2:
+    raise SystemExit(3)  # ends without closing the iterator
+batches.close()
+print("went on")
+"""
+
+
+def test_workers_outlive_a_signal_to_the_group(tmp_path):
+    """torchrun ends a job so; the trainer must still get to its last checkpoint, and to its end."""
+    script = SIGNALLED.format(tests=str(Path(__file__).parent))
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    result = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "went on\n"), result.stderr
+    started = time.monotonic()
+    result = subprocess.run([*command, "x"], start_new_session=True, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 3 and time.monotonic() - started < 30, result.stderr
