@@ -17,6 +17,9 @@ from titan_prores.data import IGNORED_LABEL, TokenStream, TokenWindows, microbat
 from titan_prores.data.shards import Shard
 from titan_prores.errors import ConfigError
 
+# More workers than this machine has cores are what the tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 
 def write_stream(folder: Path, n_tokens: int, shard_tokens: int = 37) -> TokenStream:
     """Tokens 0, 1, 2 ..., so that a token tells its place."""

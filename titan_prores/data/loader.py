@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -128,19 +129,19 @@ class _BatchPlan:
 def _load(windows: TokenWindows, plan: _BatchPlan, num_workers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    # A pool of workers and no more: its own state fits only the same number of workers, and the position says it all.
-    loader = StatefulDataLoader(
-        windows,
-        batch_sampler=plan,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_leave_process_group,
-        generator=torch.Generator().manual_seed(
-            0
-        ),  # else the loader would draw from the global one, which is dropout's
-        snapshot_every_n_steps=sys.maxsize,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata calls it, newer torch complains
+        # A pool of workers and no more: its state fits only the same number of workers, and the position says it all.
+        loader = StatefulDataLoader(
+            windows,
+            batch_sampler=plan,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_leave_process_group,
+            generator=torch.Generator().manual_seed(0),  # else it would draw from the global one, which is dropout's
+            snapshot_every_n_steps=sys.maxsize,
+        )
     batches = iter(loader)
     try:
         for batch in batches:

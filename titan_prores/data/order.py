@@ -28,6 +28,14 @@ def _round_keys(seed: int, epoch: int) -> np.ndarray:
     return np.frombuffer(digest, dtype="<u8")
 
 
+def _shifted(values: np.ndarray, by: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
+    """(values + a pseudo-random function of `by` under `keys`) modulo n; values below n < 2**32, all uint64."""
+    n = np.uint64(n)
+    # The upper half of the random bits as a fraction of n, and at most one subtraction: numpy divides slowly.
+    values = values + ((_mix(by, keys) >> np.uint64(32)) * n >> np.uint64(32))
+    return np.where(values >= n, values - n, values)
+
+
 def _mix(values: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Pseudo-random uint64 of each value under its key; both uint64, broadcast together."""
     mixed = values * _GOLDEN + keys  # wraps modulo 2**64 on purpose
@@ -58,8 +66,8 @@ def window_order(seed: int, epoch: int | np.ndarray, positions: np.ndarray, n: i
         raise ValueError(f"positions must be in [0, {n})")
 
     epochs, which = np.unique(epoch, return_inverse=True)
-    keys = np.stack([_round_keys(seed, int(e)) for e in epochs], axis=1)[:, which.ravel()]  # [_ROUNDS, positions or 1]
-    keys = np.broadcast_to(keys, (_ROUNDS, positions.size))
+    keys = np.stack([_round_keys(seed, int(e)) for e in epochs], axis=1)  # [_ROUNDS, epochs]
+    which = np.broadcast_to(which.ravel(), positions.size)
 
     # A rectangle rather than a square of powers of two: at most isqrt(n) of its cells lie outside range(n), so hardly
     # any position has to walk.
@@ -69,9 +77,11 @@ def window_order(seed: int, epoch: int | np.ndarray, positions: np.ndarray, n: i
     pending = np.arange(ids.size)
     while pending.size:
         left, right = np.divmod(ids[pending], np.uint64(width))
-        for round_keys in keys[:, pending].reshape(_ROUNDS // 2, 2, -1):
-            left = (left + _mix(right, round_keys[0]) % np.uint64(height)) % np.uint64(height)
-            right = (right + _mix(left, round_keys[1]) % np.uint64(width)) % np.uint64(width)
+        # One epoch, the usual case, has one key a round for all; several are looked up for each position.
+        chosen = keys if len(epochs) == 1 else keys[:, which[pending]]
+        for round_keys in chosen.reshape(_ROUNDS // 2, 2, -1):
+            left = _shifted(left, right, round_keys[0], height)
+            right = _shifted(right, left, round_keys[1], width)
         ids[pending] = left * np.uint64(width) + right
         pending = pending[ids[pending] >= np.uint64(n)]
     return ids.astype(np.int64).reshape(positions.shape)
