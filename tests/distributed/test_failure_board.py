@@ -1,6 +1,6 @@
 """When one rank fails, the others find out why although all they see is a broken connection."""
 
-from spawn import run_ranks
+from tests.distributed.spawn import run_ranks
 
 
 def one_fails(rank, world_size):

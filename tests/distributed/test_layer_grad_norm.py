@@ -1,7 +1,8 @@
 """Per-layer gradient norms are those of the whole gradients, however these are sharded."""
 
 import pytest
-from spawn import run_ranks
+
+from tests.distributed.spawn import run_ranks
 
 
 def norms(rank, world_size):

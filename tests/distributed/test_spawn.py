@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from spawn import RanksFailed, run_ranks
+
+from tests.distributed.spawn import RanksFailed, run_ranks
 
 
 def add_up(rank, world_size, offset):

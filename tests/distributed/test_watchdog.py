@@ -4,8 +4,8 @@ import logging
 import time
 
 import pytest
-from spawn import run_ranks
 
+from tests.distributed.spawn import run_ranks
 from titan_prores.watchdog import Progress, Watchdog, late_ranks, stall_message
 
 TIMEOUT = 1.0
