@@ -125,13 +125,15 @@ class Mesh:
 
 
 def start(degrees: Mapping[str, int], device: torch.device, world: World, timeout_seconds: float) -> Mesh:
-    """Start the process group and lay the mesh over it.
+    """Start the process group, or take the one that the caller's program has started, and lay the mesh over it.
 
     Args:
         degrees: axis -> degree; their product is the world's size.
         device: this rank's device; decides between nccl and gloo.
         timeout_seconds: of every collective.
     """
+    if dist.is_initialized():
+        return Mesh(degrees, device, dist.distributed_c10d._get_default_store())
     timeout = group_timeout(timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
