@@ -127,7 +127,8 @@ def choose_checkpoint(
     errors, notes = changes_since(recipe, meta["recipe"])
     was = meta["global_batch_size"]
     if was != batch_size and not errors:  # -1 in both recipes, on another number of ranks
-        errors.append(ConfigError("training.global_batch_size", f"was {was} in the checkpoint: set it to {was}", value=-1))
+        problem = f"was {was} in the checkpoint: set it to {was}"
+        errors.append(ConfigError("training.global_batch_size", problem, value=-1))
     if errors:
         raise ConfigErrors(errors)
     for note in notes:
@@ -149,9 +150,9 @@ def prepare_data(
             components.dataset, components.tokenizer, source.config, source_name=source.name,
             tokenizer_name=tokenizer.name, say=logger.info,
         )  # fmt: skip
-        windows = TokenWindows(cache.train, recipe.training.seq_len)
     except ConfigError as error:
         raise error.under("dataset") from error
+    windows = TokenWindows(cache.train, recipe.training.seq_len)
     found = mesh.gather(cache.fingerprint)
     for rank, fingerprint in enumerate(found):
         if fingerprint != found[0]:

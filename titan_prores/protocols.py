@@ -184,7 +184,11 @@ class Metric:
         self.config = config
 
     def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
-        """Rank 0, before the first step. `info`: total_steps, start_step, n_layers, recipe (nested tables)."""
+        """Rank 0, before the first step.
+
+        `info`: total_steps (of the schedules), end_step (last of this run), start_step (completed ones), n_layers,
+        log_freq and recipe (the resolved one, nested tables).
+        """
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
         """All ranks, each step, after clipping and before the optimizer; what it returns joins the row of `step`."""

@@ -19,7 +19,7 @@ from titan_prores.data import TokenWindows, microbatches
 from titan_prores.failures import FailureBoard
 from titan_prores.init import init_weights, name_seed
 from titan_prores.log import logger, setup
-from titan_prores.mesh import Mesh, World
+from titan_prores.mesh import World
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
 from titan_prores.run_folder import RunFolder
@@ -116,16 +116,16 @@ class Trainer:
         first_step = self.step + 1
         mesh = self.mesh
         watchdog = Watchdog(mesh.store, mesh.rank, mesh.size, recipe.comm.init_timeout_seconds, mesh.groups())
+        self.loader = self._microbatches()
         try:
             with watchdog, profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step) as profile:
-                self.loader = self._microbatches()
                 self.clock = throughput.Throughput()
                 while self.step < end:
                     watchdog.mark(self.step + 1, "training")
                     self.train_step()
-                    profile.step()
                     last = self.step == end
                     with self.clock.paused():
+                        profile.step()
                         if validation.enabled and (last or self.step % validation.freq == 0):
                             watchdog.mark(self.step, "validating")
                             self.validate()
@@ -139,6 +139,7 @@ class Trainer:
                         gc.collect()
         finally:
             gc.enable()
+            self.loader.close()
             if mesh.is_main:
                 for metric in self.metrics:
                     metric.close()
@@ -203,9 +204,9 @@ class Trainer:
         what = f"step {self.step}: loss {loss}, grad norm {grad_norm}"
         self.skipped_in_a_row += 1
         if training.on_nonfinite == "stop":
-            raise NonFiniteError(f"{what}; the optimizer has not moved (training.on_nonfinite = skip passes over a batch)")
+            raise NonFiniteError(f"{what}; the weights are as before it (training.on_nonfinite = skip passes over it)")
         if self.skipped_in_a_row > training.max_nonfinite_skips:
-            raise NonFiniteError(f"{what}; training.max_nonfinite_skips = {training.max_nonfinite_skips} batches skipped")
+            raise NonFiniteError(f"{what}, after {training.max_nonfinite_skips} batches passed over in a row")
         logger.warning("%s: batch passed over, %d in a row", what, self.skipped_in_a_row)
 
     # --- Around the step ------------------------------------------------------------------------------------------
@@ -273,8 +274,8 @@ class Trainer:
     def save(self) -> None:
         """Write a full checkpoint."""
         meta = {
-            "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size, "data": self.data.fingerprint,
-            "mesh": self.mesh.degrees, "recipe": self.recipe.to_dict(),
+            "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
+            "data": self.data.fingerprint, "mesh": self.mesh.degrees, "recipe": self.recipe.to_dict(),
         }  # fmt: skip
         path = self.checkpointer.save(self.step, self.model, self.optimizer, meta)
         logger.info("checkpoint of step %d in %s", self.step, path)

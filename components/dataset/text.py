@@ -34,6 +34,7 @@ class TextFiles:
         files: tuple[str, ...] = setting(
             help="paths or globs (** for any depth), relative to the working directory; extension tells format: "
             + ", ".join(EXTENSIONS),
+            on_resume="free",  # a run may move to where its files lie elsewhere; their tokens are compared
             min_length=1,
         )
         field: str = setting("text", "key or column that holds the text of a document in JSON lines and Parquet")

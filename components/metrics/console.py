@@ -41,7 +41,7 @@ class Console(Metric):
     _pending: Mapping[str, Any] | None = None  # the newest row, until it is shown
 
     def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
-        self._total, self._start, self._log_freq = info["total_steps"], info["start_step"], info["log_freq"]
+        self._total, self._start, self._log_freq = info["end_step"], info["start_step"], info["log_freq"]
         self._lines = 0
         self._first: tuple[int, float] | None = None  # step and time that the time left is reckoned from
         self._tokens, self._seconds = 0, 0.0

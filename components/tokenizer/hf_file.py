@@ -23,7 +23,7 @@ class HFFileTokenizer:
     class Config(Section):
         """Settings of the tokenizer."""
 
-        path: str = setting(help="a tokenizer.json, or a folder with one")
+        path: str = setting(help="a tokenizer.json, or a folder with one", on_resume="free")
         eot_token: str = setting("<|endoftext|>", "the token that ends every document")
 
     def __init__(self, config: Config) -> None:

@@ -54,7 +54,7 @@ class TiktokenFileTokenizer:
     class Config(Section):
         """Settings of the tokenizer."""
 
-        path: str = setting(help="file of lines 'base64 rank'")
+        path: str = setting(help="file of lines 'base64 rank'", on_resume="free")
         pattern: str = setting("llama3", f"how text is split before merging: {', '.join(PATTERNS)}, or a regex")
         special_tokens: tuple[str, ...] | dict[str, int] = setting(
             ("<|endoftext|>",), "a list, whose ids follow the last rank, or a table of name = id"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ class CaptureGradients(Metric):
     """Keeps the clipped gradients of step 1, whole and by name."""
 
     Config = config.Section
-    captured: dict[str, torch.Tensor] = {}
+    captured: ClassVar[dict[str, torch.Tensor]] = {}
 
     def measure(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
         if step == 1:
@@ -72,8 +72,8 @@ def train(rank: int, world_size: int, overrides: list[str], folder: str, break_i
             REPOSITORY / "train_configs/debug.toml",
             [
                 f"--job.dump_folder={run}", "--metrics.capture.name=tests.distributed.test_parity:CaptureGradients",
-                f"--dataset.cache_folder={folder}/../cache", f"--training.steps={STEPS}", "--lr_scheduler.decay_ratio=0",
-                f"--lr_scheduler.warmup_steps={STEPS}", "--validation.freq=20", "--checkpoint.enabled=false",
+                f"--dataset.cache_folder={folder}/../cache", "--validation.freq=20", "--checkpoint.enabled=false",
+                f"--training.steps={STEPS}", f"--lr_scheduler.warmup_steps={STEPS}", "--lr_scheduler.decay_ratio=0",
                 *overrides, *own,
             ],
             registry.builtin_folder() / "defaults.toml",

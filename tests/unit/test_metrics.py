@@ -13,7 +13,7 @@ from titan_prores.errors import ConfigError
 from titan_prores.run_folder import RunFolder
 from titan_prores.throughput import Throughput, memory_gib, mfu, peak_by_name, peak_flops
 
-INFO = {"total_steps": 40, "start_step": 0, "n_layers": 2, "log_freq": 10, "recipe": {"job": {"dump_folder": "x"}}}
+INFO = {"end_step": 40, "start_step": 0, "n_layers": 2, "log_freq": 10, "recipe": {"job": {"dump_folder": "x"}}}
 
 
 def row(step, **more):

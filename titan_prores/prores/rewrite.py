@@ -116,7 +116,8 @@ def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[Scaled
     """Swap the adds in place; returns the new ones per layer."""
     expected = {id(m): name for name, m in model.named_modules() if isinstance(m, ResidualAdd)}
     found = [
-        [(parent, name, child) for parent in layer.modules() for name, child in parent.named_children()
+        # named_children() would show a module that stands in two places once.
+        [(parent, name, child) for parent in layer.modules() for name, child in parent._modules.items()
          if isinstance(child, ResidualAdd)]
         for layer in layers
     ]  # fmt: skip

@@ -1,0 +1,242 @@
+"""The Llama model against transformers, its shapes, its norms and its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from components.model import llama as llama_module
+from components.model.llama import FLAVORS, Llama
+from components.model.norm_schemes import NORM_SCHEMES, Placement
+from titan_prores.config import Tree
+from titan_prores.errors import ConfigError
+from titan_prores.init import InitRule, init_weights, match_rules, normal, trunc_normal
+from titan_prores.parts import resolve_part
+from titan_prores.prores import ProRes
+
+VOCABULARY, SEQ_LEN = 50, 32
+
+
+def build(seed: int = 0, device: str = "meta", **settings: Any) -> Llama:
+    """A model with drawn weights, through the way a run takes."""
+    errors: list[ConfigError] = []
+    part = resolve_part("model", {"name": "llama", **settings}, ("model",), Tree(), errors)
+    assert not errors, errors
+    with torch.device(device):
+        model = part.build(vocab_size=VOCABULARY, seq_len=SEQ_LEN)
+    model.to_empty(device="cpu")
+    init_weights(model, model.init_rules(), seed)
+    model.fill_buffers()
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"n_kv_heads": 2},
+        {"n_kv_heads": 1, "tie_embeddings": True},
+        {"rope_theta": 500000.0, "norm_eps": 1e-6, "dim": 96, "ffn_dim": 200, "n_heads": 6, "n_layers": 3},
+    ],
+)
+def test_logits_and_gradients_equal_transformers(settings: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = build(**settings, init_std=0.1)
+    c = model.config
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=c.dim, intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers,
+            num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads or c.n_heads, rms_norm_eps=c.norm_eps,
+            rope_theta=c.rope_theta, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            tie_word_embeddings=c.tie_embeddings, max_position_embeddings=SEQ_LEN,
+        )
+    )  # fmt: skip
+    names = {
+        "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "layers": "model.layers",
+        "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
+        "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp",
+        "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+    }  # fmt: skip
+    renamed = {".".join(names.get(w, w) for w in name.split(".")): p for name, p in model.state_dict().items()}
+    missing, unexpected = theirs.load_state_dict(renamed, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if c.tie_embeddings else set())
+
+    mine, expected = model(tokens()), theirs(tokens()).logits
+    assert (mine - expected).abs().max() <= 1e-5 and expected.std() > 0.05
+    F.cross_entropy(mine.flatten(0, 1), tokens().flatten()).backward()
+    F.cross_entropy(expected.flatten(0, 1), tokens().flatten()).backward()
+    for name, parameter in model.named_parameters():
+        other = theirs.get_parameter(".".join(names.get(w, w) for w in name.split(".")))
+        assert (parameter.grad - other.grad).norm() <= 1e-5 * other.grad.norm(), name
+
+
+def reference(
+    model: Llama, tokens_BS: torch.Tensor, scheme: Callable[[int, int], Placement], alpha: list[float]
+) -> Any:
+    """The model as one plain function in float64, attention written out."""
+    w = {name: p.detach().double() for name, p in model.named_parameters()}
+    c = model.config
+    batch, length = tokens_BS.shape
+    head_dim = c.dim // c.n_heads
+
+    def rms_norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + c.norm_eps) * w[f"{name}.weight"]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        for position in range(length):
+            for pair in range(head_dim // 2):
+                angle = position * c.rope_theta ** (-2 * pair / head_dim)
+                a, b = x[:, position, :, pair], x[:, position, :, pair + head_dim // 2]
+                out[:, position, :, pair] = a * math.cos(angle) - b * math.sin(angle)
+                out[:, position, :, pair + head_dim // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    def attention(x: torch.Tensor, layer: str) -> torch.Tensor:
+        q, k, v = (
+            (x @ w[f"{layer}.attention.{n}.weight"].T).view(batch, length, -1, head_dim) for n in ("wq", "wk", "wv")
+        )
+        scores = torch.einsum("bqhe,bkhe->bhqk", rotate(q), rotate(k)) / math.sqrt(head_dim)
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+        out = torch.einsum("bhqk,bkhe->bqhe", scores.softmax(-1), v).reshape(batch, length, -1)
+        return out @ w[f"{layer}.attention.wo.weight"].T
+
+    def feed_forward(x: torch.Tensor, layer: str) -> torch.Tensor:
+        w1, w2, w3 = (w[f"{layer}.feed_forward.w{n}.weight"] for n in (1, 2, 3))
+        return ((x @ w1.T) * torch.sigmoid(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+    x = w["tok_embeddings.weight"][tokens_BS]
+    for number in range(1, c.n_layers + 1):
+        place, layer, a = scheme(number, c.n_layers), f"layers.{number - 1}", alpha[number - 1]
+        for branch, f in (("attention", attention), ("ffn", feed_forward)):
+            inner = place.branch_scale * (rms_norm(x, f"{layer}.{branch}_norm") if place.in_norm else x)
+            out = f(inner, layer)
+            out = rms_norm(out, f"{layer}.{branch}_post_norm") if place.res_norm else out
+            x = place.skip_scale * x + a * out
+            x = rms_norm(x, f"{layer}.{branch}_out_norm") if place.out_norm else x
+    return rms_norm(x, "norm") @ w["output.weight"].T
+
+
+# What the issue of further schemes will bring: one entry each must be enough.
+FURTHER = {
+    "scaled-input": lambda layer, n_layers: Placement(in_norm=True, branch_scale=layer**-0.5),
+    "scaled-skip": lambda layer, n_layers: Placement(out_norm=True, skip_scale=(2 * n_layers) ** 0.25),
+    "mixed": lambda layer, n_layers: Placement(out_norm=layer == 1, in_norm=layer > 1),
+}
+
+
+@pytest.mark.parametrize("norm", [*NORM_SCHEMES, *FURTHER])
+@pytest.mark.parametrize("alpha", [None, [1.0, 0.5, 0.0], [0.1, 0.7, 0.3]])
+def test_every_norm_scheme_against_a_plain_function(
+    norm: str, alpha: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schemes = {**NORM_SCHEMES, **FURTHER}
+    monkeypatch.setattr(llama_module, "NORM_SCHEMES", schemes)
+    model = build(norm=norm, n_layers=3, dim=32, ffn_dim=48, n_heads=2, init_std=0.2)
+    with torch.no_grad():  # weights of norms that differ from one
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    model.double().fill_buffers()
+    if alpha is not None:
+        ProRes(model, lambda step: torch.tensor(alpha, dtype=torch.float64).numpy()).set_step(0)
+    # Rotary tables are fp32 whatever the weights are.
+    expected = reference(model, tokens(), schemes[norm], alpha or [1.0] * 3)
+    torch.testing.assert_close(model(tokens()), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "sandwich"])
+def test_alpha_zero_makes_every_block_the_identity(norm: str) -> None:
+    model = build(norm=norm)
+    ProRes(model, lambda step: torch.zeros(4).numpy()).set_step(0)
+    seen = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda m, args, out: seen.append(torch.equal(args[0], out)))
+    model(tokens())
+    assert seen == [True] * 4
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_flavors_have_the_parameters_of_their_shape(flavor: str) -> None:
+    shape = FLAVORS[flavor]
+    with torch.device("meta"):
+        model = Llama(Llama.Config(flavor=flavor, **shape), vocab_size=32000, seq_len=1024)
+    count = sum(p.numel() for p in model.parameters())
+    d, f, layers = shape["dim"], shape["ffn_dim"], shape["n_layers"]
+    assert count == 2 * 32000 * d + layers * (4 * d * d + 3 * d * f + 2 * d) + d
+    if flavor == "7B":
+        assert count == 6_738_415_616  # as published for Llama 7B
+
+
+def test_flavor_gives_way_to_given_keys_and_is_checked() -> None:
+    assert build(flavor="debug", n_layers=2).config.n_layers == 2
+    errors: list[ConfigError] = []
+    resolve_part("model", {"name": "llama", "flavor": "350m"}, ("model",), Tree(), errors)
+    assert errors[0].key == "model.flavor" and errors[0].nearest == "350M"
+    for wrong, key in [({"n_heads": 5}, "n_heads"), ({"n_kv_heads": 3}, "n_kv_heads"), ({"norm": "psot"}, "post")]:
+        errors = []
+        resolve_part("model", {"name": "llama", **wrong}, ("model",), Tree(), errors)
+        assert len(errors) == 1 and key in str(errors[0]), errors
+    with pytest.raises(ConfigError, match=r"model\.vocab_size"):
+        build(vocab_size=VOCABULARY - 1)
+    assert build(vocab_size=64).output.weight.shape[0] == 64
+
+
+def test_init_depends_on_name_and_seed_alone() -> None:
+    small, large = build(n_layers=2), build(n_layers=3)
+    for name, parameter in small.named_parameters():
+        assert torch.equal(parameter, large.get_parameter(name)), name
+        if "norm" not in name:
+            assert not torch.equal(parameter, build(seed=1, n_layers=2).get_parameter(name)), name
+    assert torch.equal(build(device="cpu").output.weight, build(device="meta").output.weight)
+
+
+def test_init_draws_the_documented_distributions() -> None:
+    wide = {"dim": 256, "ffn_dim": 512, "n_heads": 4, "n_layers": 1}
+    for init, inner, embedding in (("trunc_normal", 0.02 * 0.9866, 0.02 * 0.9866), ("normal", 0.02, 0.02 * 16)):
+        model = build(init=init, **wide)
+        assert model.output.weight.std().item() == pytest.approx(inner, rel=0.03)
+        assert model.layers[0].feed_forward.w2.weight.std().item() == pytest.approx(inner, rel=0.01)
+        assert model.tok_embeddings.weight.std().item() == pytest.approx(embedding, rel=0.03)
+        assert torch.equal(model.norm.weight, torch.ones(256))
+    sample = torch.empty(200_000)
+    trunc_normal(0.5)(sample, torch.Generator().manual_seed(0))
+    assert sample.abs().max() <= 1.5 and sample.std().item() == pytest.approx(0.5 * 0.9866, rel=0.01)
+
+
+def test_init_rules_must_fit_the_model() -> None:
+    rules = [InitRule("a.*", normal(1)), InitRule("*.bias", normal(1))]
+    assert {n: r.pattern for n, r in match_rules(rules, ["a.bias", "b.bias"]).items()} == {
+        "a.bias": "a.*",
+        "b.bias": "*.bias",
+    }
+    with pytest.raises(ValueError, match=r"no init rule matches the parameter c\.weight"):
+        match_rules(rules, ["a.bias", "c.weight"])
+    with pytest.raises(ValueError, match=r"a\.\* matches no parameter"):
+        match_rules(rules, ["b.bias"])
+
+
+def test_bf16_weights_are_rounded_fp32_weights() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    rules = [InitRule("*", normal(0.02))]
+    init_weights(model, rules, 0)
+    rounded = nn.Sequential(nn.Linear(8, 8, bias=False)).to(torch.bfloat16)
+    init_weights(rounded, rules, 0)
+    assert torch.equal(model[0].weight.to(torch.bfloat16), rounded[0].weight)
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    model = build()
+    blocks = 4 * (4 * 64 * 64 + 3 * 64 * 176 + 2 * 64) + 64
+    assert model.flops_per_token() == 6 * (blocks + VOCABULARY * 64) + 12 * 4 * 64 * SEQ_LEN
+    assert build(tie_embeddings=True).flops_per_token() == model.flops_per_token()
