@@ -36,11 +36,12 @@ def report(recipe: Recipe, world_size: int) -> str:
     lines = [
         annotated_toml(recipe).rstrip(),
         "",
-        f"mesh             {axes} = {world_size} rank{'s' if world_size > 1 else ''}",
+        f"mesh             {axes} = {_count(world_size, 'rank')}",
         "transforms       " + "\n                 ".join(f"{n}. {line}" for n, line in enumerate(transforms, 1)),
         f"parameters       {n_parameters:,} ({n_parameters / 1e6:.2f}M)",
-        f"tokens a step    {batch * training.seq_len:,} = {data_ranks} data ranks x {training.local_batch_size} sequences "
-        f"x {training.seq_len} tokens x {microbatches} microbatches",
+        f"tokens a step    {batch * training.seq_len:,} = {_count(data_ranks, 'data rank')} "
+        f"x {_count(training.local_batch_size, 'sequence')} x {_count(training.seq_len, 'token')} "
+        f"x {_count(microbatches, 'microbatch')}",
         f"tokens in all    {batch * training.seq_len * training.steps:,} in {training.steps:,} steps",
         f"flops a token    {flops:.3e} forward and backward",
         "bytes per rank   (rank 0, between steps; activations are not included)",
@@ -50,6 +51,11 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"  together       {_bytes(held.parameters + held.gradients + held.optimizer)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("h") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _bytes(count: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,7 @@ Train a language model from a TOML recipe.
 Exit status: 0 the run went well, 2 the recipe or command line is wrong, 130 interrupted, 1 anything else.
 """
 
+MOST_RANKS = 1_000_000
 FLAGS = ("--config", "--check", "--world-size", "--list-components", "--help")
 
 
@@ -58,11 +61,12 @@ def parse(arguments: Sequence[str]) -> Options:
         ConfigErrors: every argument that is neither.
     """
     options, errors, left = Options(), [], list(arguments)
+    given: set[str] = set()
 
     def value_of(flag: str, inline: str | None, *, required: bool) -> str:
-        if inline is not None:
+        if inline:
             return inline
-        if left and not left[0].startswith("--"):
+        if inline is None and left and not left[0].startswith("--"):
             return left.pop(0)
         if required:
             errors.append(ConfigError(flag, "needs a value"))
@@ -72,37 +76,54 @@ def parse(arguments: Sequence[str]) -> Options:
         argument = left.pop(0)
         flag, equals, text = argument.partition("=")
         inline = text if equals else None
-        if flag in ("--help", "-h"):
+        if flag == "-h":
+            flag = "--help"
+        if flag in FLAGS and flag in given:
+            errors.append(ConfigError(flag, "is given twice"))
+        given.add(flag)
+        if flag == "--help":
             options.help = value_of(flag, inline, required=False)
         elif flag == "--list-components":
             options.list_components = value_of(flag, inline, required=False)
         elif flag == "--check":
             options.check = True
+            if inline is not None:
+                errors.append(ConfigError(flag, "takes no value", value=inline))
         elif flag == "--config":
             options.config = Path(value_of(flag, inline, required=True))
         elif flag == "--world-size":
             number = value_of(flag, inline, required=True)
-            if number.isdigit() and int(number) > 0:
-                options.world_size = int(number)
-            elif number:
-                errors.append(ConfigError(flag, "must be an int greater than 0", value=number))
+            if number:
+                options.world_size = _world_size(flag, number, errors)
         elif flag.startswith("--") and ("." in flag or equals):
-            options.overrides.append(argument if equals else f"{flag}={value_of(flag, None, required=True)}")
+            if equals:
+                options.overrides.append(argument)
+            elif left and not left[0].startswith("--"):
+                options.overrides.append(f"{flag}={left.pop(0)}")
+            else:
+                errors.append(ConfigError(flag, "needs a value", allowed="--section.key=value"))
         else:
-            errors.append(
-                ConfigError(argument, "is no option", nearest=nearest(flag, FLAGS), allowed="see --help")
-            )
-    if options.world_size is not None and not options.check:
+            errors.append(ConfigError(argument, "is no option", nearest=nearest(flag, FLAGS), allowed="see --help"))
+    if "--world-size" in given and not options.check:
         errors.append(ConfigError("--world-size", "goes with --check; a run takes its size from torchrun"))
-    if options.config is None and not errors and options.help is None and options.list_components is None:
+    if "--config" not in given and options.help is None and options.list_components is None:
         errors.append(ConfigError("--config", "is required: a TOML recipe", allowed="see --help"))
     if errors:
         raise ConfigErrors(errors)
     return options
 
 
+def _world_size(key: str, text: str, errors: list[ConfigError]) -> int | None:
+    """A number of ranks, from the command line or the environment; None after adding to `errors`."""
+    if text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_RANKS:
+        return int(text)
+    errors.append(ConfigError(key, "is no number of ranks", value=text, allowed=f"an int from 1 to {MOST_RANKS}"))
+    return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    recipe = None
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.help is not None:
@@ -111,8 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(list_components(options.list_components), end="")
         else:
             tree = config.load(options.config, options.overrides, registry.builtin_folder() / "defaults.toml")
-            world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-            recipe = resolve(tree, world_size)
+            world_size = options.world_size or _world_size("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), tree.errors)
+            recipe = resolve(tree, world_size or 1)
             if options.check:
                 from titan_prores.check import report
 
@@ -127,6 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if recipe is None or "TITAN_PRORES_TRACEBACK" in os.environ:
+            raise
+        # A component that cannot be built for a reason it has no words for.
+        print(f"error: --check failed: {' '.join(f'{type(error).__name__}: {error}'.split())}", file=sys.stderr)
+        print("set TITAN_PRORES_TRACEBACK=1 to see where", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -227,11 +255,18 @@ def describe(topic: str) -> str:
         ConfigError: there is no such component or section.
     """
     kind, dot, name = topic.partition(".")
+    lines = []
     if not dot and kind in ENGINE_SECTIONS:
         section = ENGINE_SECTIONS[kind]
-        return "\n".join([f"[{kind}]  {registry.summary(section)}", *_describe_section(section)]) + "\n"
+        lines = [f"[{kind}]  {registry.summary(section)}", *_describe_section(section)]
     kind = SLOTS.get(kind, SETS.get(kind, kind))
-    if not dot or kind not in registry.KINDS:
+    if not dot and kind in registry.KINDS:
+        if lines:
+            lines.append("")
+        return "\n".join([*lines, f"{list_components(kind)}See --help {kind}.<name> for the keys of one."]) + "\n"
+    if lines:
+        return "\n".join(lines) + "\n"
+    if kind not in registry.KINDS:
         topics = [*ENGINE_SECTIONS, *(f"{k}.<name>" for k in registry.KINDS)]
         hint = nearest(kind, [*ENGINE_SECTIONS, *registry.KINDS, *SECTIONS])
         raise ConfigError("--help", "is neither a section nor kind.name", value=topic, allowed=topics, nearest=hint)
@@ -247,17 +282,32 @@ def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
     lines = []
     if not section.model_fields:
         lines.append(f"{indent}(no keys)")
+    preset, preset_origin = section.presets({})
     for name, info in section.model_fields.items():
         extra = info.json_schema_extra or {}
         if kind := slot_kind(info):
             lines.append(f'{indent}{name}: {kind} = {{ name = "{info.default["name"]}" }}')
+            lines.append(f"{indent}    {info.description}; see --help {kind}")
+            continue
+        unit = f" {extra['unit']}" if extra.get("unit") else ""
+        if not info.is_required():
+            default = f" = {_toml_value(info.default)}" + (f", in{unit}" if unit and info.default is None else unit)
+        elif name in preset:
+            default = f" = {_toml_value(preset[name])}{unit} from {preset_origin}"
         else:
-            unit = f" {extra['unit']}" if extra.get("unit") else ""
-            default = "" if info.is_required() else f" = {_toml_value(info.default)}{unit}"
-            required = " (required)" if info.is_required() and not section.presets({})[0].get(name) else ""
-            lines.append(f"{indent}{name}: {type_name(info.annotation)}{default}{required}{_bounds(info.metadata)}")
+            default = f"{f', in{unit}' if unit else ''} (required)"
+        lines.append(f"{indent}{name}: {type_name(info.annotation)}{default}{_bounds(info.metadata)}")
         lines.append(f"{indent}    {info.description}")
+        for inner in _sections_in(info.annotation):
+            lines += _describe_section(inner, indent + "      ")
     return lines
+
+
+def _sections_in(annotation: object) -> list[type[Section]]:
+    """Sections that a key's type is made of: the tables of a list, for example."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in typing.get_args(annotation) for section in _sections_in(inner)]
 
 
 def _toml_value(value: object) -> str:
@@ -265,7 +315,9 @@ def _toml_value(value: object) -> str:
         return "(not set)"
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def _bounds(metadata: Sequence[object]) -> str:

@@ -6,14 +6,15 @@ nothing of torch or of any component by name.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -103,8 +104,8 @@ def type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(type_name(a) for a in arguments if a is not type(None))
     if origin is tuple:
-        if len(arguments) == 2 and arguments[1] is not Ellipsis:
-            return f"[{type_name(arguments[0])}, {type_name(arguments[1])}]"
+        if arguments[1:] != (Ellipsis,):
+            return f"[{', '.join(map(type_name, arguments))}]"
         return f"list of {type_name(arguments[0])}"
     if origin is dict:
         return f"table of {type_name(arguments[1])}"
@@ -112,12 +113,52 @@ def type_name(annotation: Any) -> str:
         return type_name(arguments[0])
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "table"
-    return {str: "string", bool: "bool", int: "int", float: "float"}.get(
-        annotation, getattr(annotation, "__name__", "?")
-    )
+    return _TYPE_NAMES.get(annotation, getattr(annotation, "__name__", "?"))
+
+
+_TYPE_NAMES = {str: "string", bool: "bool", int: "int", float: "float", dict: "table", list: "list", tuple: "list"}
+
+
+def type_of(value: Any) -> str:
+    """The type of a value as a recipe's author would say it."""
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+# --- Keys ---------------------------------------------------------------------------------------------------------
+
+
+def split_key(text: str) -> Key | None:
+    """`a."b.c"` as ("a", "b.c"), read by the TOML parser; None where it is no TOML key."""
+    try:
+        table = tomllib.loads(f"{text} = 0")
+    except (ValueError, RecursionError):
+        return None
+    key: Key = ()
+    while isinstance(table, dict):
+        if len(table) != 1:
+            return None
+        [(name, table)] = table.items()
+        key = (*key, name)
+    return key
+
+
+def dotted(key: Sequence[str]) -> str:
+    """The reverse of `split_key`: parts that are not bare words are quoted as TOML wants it."""
+    return ".".join(part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in key)
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 # --- Values and where they came from ------------------------------------------------------------------------------
+
+
+class Import(NamedTuple):
+    """One entry of an `import` list."""
+
+    reference: str
+    folder: Path  # that a path to a file is relative to
+    where: str
 
 
 @dataclass
@@ -126,16 +167,18 @@ class Tree:
 
     Attributes:
         values: nested tables, as TOML gives them.
-        origins: dotted key as a tuple -> "file:line" or the command-line argument it came from.
-        imports: plug-in references with the folder each is relative to.
+        origins: key -> "file:line" or the command-line argument it came from.
+        imports: plug-ins.
         outdated: keys given for a component that a later file or override replaced by another; they are dropped
             where the new component has no such key.
+        errors: faults that do not stop the reading; `recipe.resolve` reports them with its own.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
-    imports: list[tuple[str, Path]] = field(default_factory=list)
+    imports: list[Import] = field(default_factory=list)
     outdated: set[Key] = field(default_factory=set)
+    errors: list[ConfigError] = field(default_factory=list)
 
     def origin(self, key: Key) -> str | None:
         """Place of the key, or of the nearest table around it that was written somewhere."""
@@ -147,67 +190,157 @@ class Tree:
     def merge(self, other: Tree) -> None:
         """Put `other` over this tree: tables merge, everything else is replaced.
 
-        Raises:
-            ConfigErrors: a table would replace a value or a value a table.
+        A table that would replace a value, or a value a table, is left out and noted in `errors`.
         """
-        errors: list[ConfigError] = []
-        self._merge_table(self.values, other.values, (), other, errors)
-        if errors:
-            raise ConfigErrors(errors)
-        self.imports.extend(other.imports)
+        self._merge_table(self.values, other.values, (), other)
+        self.imports.extend(entry for entry in other.imports if entry not in self.imports)
         self.outdated |= other.outdated
+        self.errors.extend(other.errors)
 
-    def _merge_table(self, mine: dict, theirs: dict, key: Key, other: Tree, errors: list[ConfigError]) -> None:
+    def _merge_table(self, mine: dict, theirs: dict, key: Key, other: Tree) -> None:
         for name, value in theirs.items():
             here = (*key, name)
             origin = other.origins.get(here)
             if isinstance(value, dict) and isinstance(mine.get(name, {}), dict):
                 table = mine.setdefault(name, {})
+                self.outdated.discard(here)
                 # Another component is named: settings of the one before stay only where the new one has them too.
                 if "name" in value and "name" in table and value["name"] != table["name"]:
                     self.outdated.update((*here, *k) for k in _flatten(table))
                 if origin:
                     self.origins.setdefault(here, origin)
-                self._merge_table(table, value, here, other, errors)
+                self._merge_table(table, value, here, other)
             elif isinstance(value, dict) != isinstance(mine.get(name, value), dict):
-                kind = "a table" if isinstance(mine[name], dict) else "a value"
-                errors.append(
-                    ConfigError(".".join(here), f"is {kind} elsewhere in this recipe", value=value, where=origin)
-                )
+                self.errors.append(self._conflict(here, mine[name], value, origin))
             else:
                 mine[name] = value
                 self.outdated.discard(here)
-                if origin:
-                    self.origins[here] = origin
+                for old in [k for k in self.origins if len(k) > len(here) and k[: len(here)] == here]:
+                    del self.origins[old]  # of the entries of a list that is no more
+                self.origins |= {k: o for k, o in other.origins.items() if k[: len(here)] == here}
+
+    def _conflict(self, key: Key, mine: Any, value: Any, origin: str | None) -> ConfigError:
+        """Two places disagree on whether a key is a table."""
+        what = {dict: "a table", list: "a list"}.get(type(mine), "a single value")
+        allowed = None
+        if isinstance(mine, list):
+            allowed = "the whole list, which replaces it"
+        elif isinstance(mine, dict) and isinstance(value, str) and "name" in mine:
+            allowed = f"{dotted(key)}.name = {json.dumps(value)}"
+        elif isinstance(mine, dict):
+            allowed = f"{dotted(key)}.<key> = <value>"
+        there = self.origin(key)
+        return ConfigError(
+            dotted(key), f"is {what} in {there}" if there else f"is {what}", value=value, where=origin, allowed=allowed
+        )
 
 
-_HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+\s*(#.*)?$")
-_ASSIGNMENT = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+def _parse(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ValueError: it is none; whatever the standard parser raises on the way.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
-def _split_key(text: str) -> Key:
-    return tuple(part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.]+", text))
+def _impossible_values(values: Mapping[str, Any]) -> list[tuple[Key, Any, str]]:
+    """Key, value and problem of what TOML can spell and no setting can hold."""
+    found: list[tuple[Key, Any, str]] = []
+    left: list[tuple[Key, Any]] = [((name,), value) for name, value in values.items()]
+    while left:
+        key, value = left.pop()
+        if len(key) > _DEEPEST:
+            return [((key[0],), _ABSENT, "nested too deeply")]
+        if isinstance(value, dict):
+            left.extend(((*key, name), inner) for name, inner in value.items())
+        elif isinstance(value, list):
+            left.extend(((*key, str(index)), inner) for index, inner in enumerate(value))
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            found.append((key, value, "does not fit in the 64 bits of a TOML int"))
+        elif isinstance(value, str) and "\0" in value:
+            found.append((key, value, "has a NUL character in it"))
+    return found[::-1]
 
 
-def _key_lines(text: str) -> dict[Key, int]:
-    """Line number of each table header and key, found by plain search; a key on an unusual line is just not found."""
+_DEEPEST = 20
+_ABSENT = object()
+
+
+def _impossible(values: Mapping[str, Any], place: Callable[[Key], str]) -> list[ConfigError]:
+    errors = []
+    for key, value, problem in _impossible_values(values):
+        shown = {} if value is _ABSENT else {"value": value}
+        errors.append(ConfigError(dotted(key), problem, where=place(key), **shown))
+    return errors
+
+
+_HEADER = re.compile(r"^\s*(\[\[?)(.+?)\]\]?\s*(?:#.*)?$")
+_NAME = r"""(?:[\w-]+|"(?:[^"\\]|\\.)*"|'[^']*')"""
+_ASSIGNMENT = re.compile(rf"^\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*=")
+
+
+def _key_lines(text: str, values: Mapping[str, Any]) -> dict[Key, int]:
+    """Line of each key and table, found by plain search; one on an unusual line is just not found.
+
+    Entries of an array of tables have their number in the key. `values` is what the text parses to: what looks like a
+    key but is none, such as a line of a string, is passed over.
+    """
     lines: dict[Key, int] = {}
+    last: dict[Key, int] = {}  # array of tables -> number of its newest entry
     table: Key = ()
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            table = _split_key(header.group(1))
-            lines.setdefault(table, number)
-        elif assignment := _ASSIGNMENT.match(line):
-            lines.setdefault((*table, *_split_key(assignment.group(1))), number)
+
+    def in_newest(key: Key) -> Key:
+        full: Key = ()
+        for part in key:
+            full = (*full, part)
+            if full in last:
+                full = (*full, str(last[full]))
+        return full
+
+    def note(key: Key, number: int) -> bool:
+        known = _has(values, key)
+        for length in range(1, len(key) + 1 if known else 0):
+            lines.setdefault(key[:length], number)
+        return known
+
+    for number, line in enumerate(text.split("\n"), 1):
+        if (header := _HEADER.match(line)) and (key := split_key(header[2])):
+            if header[1] == "[[":
+                array = (*in_newest(key[:-1]), key[-1])
+                entry = last.get(array, -1) + 1
+                if note((*array, str(entry)), number):
+                    table, last[array] = (*array, str(entry)), entry
+            elif note(in_newest(key), number):
+                table = in_newest(key)
+        elif (assignment := _ASSIGNMENT.match(line)) and (key := split_key(assignment[1])):
+            note((*table, *key), number)
     return lines
 
 
-def _flatten(values: Mapping[str, Any], key: Key = ()) -> list[Key]:
+def _has(values: Any, key: Key) -> bool:
+    for part in key:
+        if isinstance(values, Mapping) and part in values:
+            values = values[part]
+        elif isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            return False
+    return True
+
+
+def _flatten(values: Mapping[str, Any] | list, key: Key = ()) -> list[Key]:
+    """Every key below a table, those of the tables in a list with their number."""
     keys = []
-    for name, value in values.items():
-        keys.append((*key, name))
-        if isinstance(value, dict):
-            keys.extend(_flatten(value, (*key, name)))
+    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        here = (*key, str(name))
+        if isinstance(values, Mapping) or isinstance(value, dict):
+            keys.append(here)
+        if isinstance(value, (dict, list)):
+            keys.extend(_flatten(value, here))
     return keys
 
 
@@ -215,12 +348,12 @@ def _shown_path(path: Path) -> str:
     """The path relative to the working directory where that is shorter and does not climb out of it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError, RuntimeError):
         return str(path)
 
 
-def read_file(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = None) -> Tree:
-    """Read one TOML file and, below it, the files its `base` names.
+def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = None) -> list[tuple[Path, Tree]]:
+    """A TOML file and, before it, the files that its `base` names, each as a tree of its own.
 
     Args:
         path: the file.
@@ -228,51 +361,82 @@ def read_file(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None 
         named_by: where the path was written, for the message when it does not exist.
 
     Raises:
-        ConfigErrors: no such file, no valid TOML, an inheritance loop, or tables that contradict values.
+        ConfigErrors: a file that cannot be read, no valid TOML, or an inheritance loop.
     """
     shown = _shown_path(path)
-    path = path.resolve()
     key = "base" if chain else "--config"
 
-    def fail(problem: str, *, where: str | None = named_by, hint: str | None = None) -> ConfigErrors:
-        return ConfigErrors([ConfigError(key, problem, value=shown, where=where, nearest=hint)])
+    def fail(problem: str, hint: str | None = None) -> ConfigErrors:
+        return ConfigErrors([ConfigError(key, problem, value=shown, where=named_by, nearest=hint)])
 
-    if path in chain:
-        raise fail("inherits from itself: " + " -> ".join(p.name for p in (*chain, path)))
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        kind = "is a folder, not a TOML file" if path.is_dir() else "no such file"
-        raise fail(kind, hint=nearest(path.name, siblings))
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
+        path = path.resolve()
+        if path in chain:
+            raise fail("inherits from itself: " + " -> ".join(p.name for p in (*chain, path)))
+        if path.is_dir():
+            raise fail("is a folder, not a TOML file")
+        if not path.exists():
+            siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+            raise fail("no such file", nearest(path.name, siblings))
+        if not path.is_file():
+            raise fail("is not a regular file")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise fail(f"is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise fail(f"cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigErrors([ConfigError("", f"not valid TOML: {error}", where=shown)]) from error
+        raise fail(f"is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # also a loop of links, or a NUL in the name
+        raise fail(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        values = _parse(text)
+    except ValueError as error:
+        raise ConfigErrors([_syntax_error(error, text, shown)]) from error
 
-    lines = _key_lines(text)
-    bases = values.pop("base", [])
-    imports = values.pop("import", [])
-    where = {name: f"{shown}:{lines[(name,)]}" if (name,) in lines else shown for name in ("base", "import")}
-    errors = []
-    for name, entries in (("base", bases), ("import", imports)):
-        if not isinstance(entries, (list, str)) or not all(isinstance(e, str) for e in entries):
-            errors.append(ConfigError(name, "must be a string or a list of strings", value=entries, where=where[name]))
+    lines = _key_lines(text, values)
+
+    def place(key: Key) -> str:
+        """File and line of a key, or of the nearest table or inline table around it."""
+        line = next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), None)
+        return f"{shown}:{line}" if line else shown
+
+    own = Tree(values=values, errors=_impossible(values, place))
+    if own.errors:
+        raise ConfigErrors(own.errors)
+    bases, errors = _strings(values, "base", place(("base",)))
+    imports, more = _strings(values, "import", place(("import",)))
+    if errors + more:
+        raise ConfigErrors(errors + more)
+    own.imports = [Import(reference, path.parent, place(("import",))) for reference in imports]
+    own.origins = {found: place(found) for found in _flatten(values)}
+
+    layers: list[tuple[Path, Tree]] = []
+    for base in bases:
+        try:
+            for layer in _layers(path.parent / base, chain=(*chain, path), named_by=place(("base",))):
+                if layer[0] not in [known for known, _ in layers]:  # a base of two bases counts once
+                    layers.append(layer)
+        except ConfigErrors as several:
+            errors.extend(several.errors)
     if errors:
         raise ConfigErrors(errors)
+    return [*layers, (path, own)]
 
-    tree = Tree()
-    for base in [bases] if isinstance(bases, str) else bases:
-        tree.merge(read_file(path.parent / base, chain=(*chain, path), named_by=where["base"]))
-    own = Tree(values=values)
-    for found in _flatten(values):
-        own.origins[found] = f"{shown}:{lines[found]}" if found in lines else shown
-    own.imports = [(entry, path.parent) for entry in ([imports] if isinstance(imports, str) else imports)]
-    tree.merge(own)
-    return tree
+
+def _strings(values: dict[str, Any], name: str, where: str) -> tuple[list[str], list[ConfigError]]:
+    """Take a list of strings, or one, out of the top level."""
+    entries = values.pop(name, [])
+    listed = [entries] if isinstance(entries, str) else entries
+    if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+        return [], [ConfigError(name, "must be a string or a list of strings", value=entries, where=where)]
+    return listed, []
+
+
+def _syntax_error(error: ValueError, text: str, shown: str) -> ConfigError:
+    where, line = shown, ""
+    if found := re.search(r" \(at line (\d+), column \d+\)", str(error)):
+        where = f"{shown}:{found[1]}"
+        line = text.split("\n")[int(found[1]) - 1].strip()
+    problem = f"not valid TOML: {error}"
+    hint = "strings in quotes, true and false in lower case" if "Invalid value" in problem else None
+    return ConfigError("", f"{problem}: {line[:100]}" if line else problem, where=where, allowed=hint)
 
 
 def parse_override(argument: str) -> Tree:
@@ -284,51 +448,52 @@ def parse_override(argument: str) -> Tree:
         ConfigError: the argument is not of that form.
     """
     name, equals, text = argument.removeprefix("--").partition("=")
-    key = _split_key(name) if name else ()
-    if not argument.startswith("--") or not equals or len(key) < 1 or not all(key):
+    key = split_key(name) or tuple(name.split("."))
+    if not argument.startswith("--") or not equals or not all(key):
         raise ConfigError(argument, "is not an override", allowed="--section.key=value, the value as in TOML")
+    where = f"--{name}"
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = _parse(f"value = {text}")
         value = parsed["value"] if set(parsed) == {"value"} else text
-    except tomllib.TOMLDecodeError:
+    except ValueError as error:
         if text[:1] in ("[", "{", '"', "'"):
-            raise ConfigError(name, "the value is not valid TOML", value=text, where=f"--{name}") from None
+            raise ConfigError(name, f"the value is not valid TOML: {error}", value=text, where=where) from None
         value = text
     tree = Tree(values={key[-1]: value})
     for part in reversed(key[:-1]):
         tree.values = {part: tree.values}
-    for length in range(1, len(key) + 1):
-        tree.origins[key[:length]] = f"--{name}"
-    for inner in _flatten(value) if isinstance(value, dict) else []:
-        tree.origins[(*key, *inner)] = f"--{name}"
+    if errors := _impossible(tree.values, lambda _: where):
+        raise errors[0]
+    tree.origins = {found: where for found in _flatten(tree.values)}
+    if key[0] == "base":
+        raise ConfigError("base", "belongs in a file, not on the command line", value=value, where=where)
+    imports, errors = _strings(tree.values, "import", where)
+    if errors:
+        raise errors[0]
+    tree.imports = [Import(reference, Path.cwd(), where) for reference in imports]
     return tree
 
 
 def load(path: Path | None, overrides: Sequence[str] = (), defaults: Path | None = None) -> Tree:
     """Defaults, then the recipe with its bases, then the overrides in order; later wins.
 
+    Faults after which reading can go on are kept in the tree's `errors`.
+
     Raises:
-        ConfigErrors: every fault of the overrides, or the first file that cannot be read.
+        ConfigErrors: a file cannot be read; with it every fault of the overrides.
     """
-    tree = Tree()
-    if defaults is not None:
-        tree.merge(read_file(defaults))
-    if path is not None:
-        tree.merge(read_file(path))
-    errors: list[ConfigError] = []
+    given = Tree()
     for argument in overrides:
         try:
-            override = parse_override(argument)
-            if ("base",) in override.origins:
-                raise ConfigError("base", "belongs in a file, not on the command line", where="--base")
-            entries = override.values.pop("import", [])
-            entries = [entries] if isinstance(entries, str) else entries
-            override.imports = [(str(entry), Path.cwd()) for entry in entries]
-            tree.merge(override)
+            given.merge(parse_override(argument))
         except ConfigError as error:
-            errors.append(error)
-        except ConfigErrors as several:
-            errors.extend(several.errors)
-    if errors:
-        raise ConfigErrors(errors)
+            given.errors.append(error)
+    tree = Tree()
+    try:
+        for file in (defaults, path):
+            for _, layer in _layers(file) if file is not None else ():
+                tree.merge(layer)
+    except ConfigErrors as several:
+        raise ConfigErrors([*several.errors, *given.errors]) from several
+    tree.merge(given)
     return tree

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _ABSENT = object()
+_LONGEST = 200
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate spelled most like `name`, or None when none is close."""
-    candidates = list(candidates)
-    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    if matches:
-        return matches[0]
-    # A long right answer (llama_350M) for a short question (350m) scores low by ratio alone.
-    lowered = name.lower()
-    inside = [c for c in candidates if len(name) >= 3 and (lowered in c.lower() or c.lower() in lowered)]
-    return min(inside, key=len) if inside else None
+    """The candidate spelled most like `name`, or None when none is close; case does not count, nor - against _."""
+    folded: dict[str, str] = {}
+    for candidate in candidates:
+        folded.setdefault(_fold(candidate), candidate)
+    wanted = _fold(name)
+    if matches := difflib.get_close_matches(wanted, folded, n=1, cutoff=0.6):
+        return folded[matches[0]]
+    # A long right answer (linear_schedule) for a short question (linear) scores low by ratio alone.
+    inside = [f for f in folded if min(len(f), len(wanted)) >= 3 and (wanted in f or f in wanted)]
+    return folded[min(inside, key=len)] if inside else None
+
+
+def _fold(name: str) -> str:
+    return name.lower().replace("-", "_").replace(" ", "_")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: on one line, like TOML, and no longer than anybody reads."""
+    if isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{name} = {shown(inner)}" for name, inner in value.items()) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(map(shown, value)) + "]"
+    elif isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print very long ones
+        text = f"an int of {value.bit_length()} bits"
+    elif isinstance(value, (datetime.date, datetime.time)):
+        text = str(value)
+    else:
+        text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class ConfigError(Exception):
@@ -60,7 +84,7 @@ class ConfigError(Exception):
         text = f"{self.where}: " if self.where else ""
         text += self.key
         if self.value is not _ABSENT:
-            text += f" = {self.value!r}"
+            text += f" = {shown(self.value)}"
         text = f"{text}: {self.problem}" if text and not text.endswith(": ") else text + self.problem
         if self.allowed is not None:
             allowed = self.allowed if isinstance(self.allowed, str) else ", ".join(str(a) for a in self.allowed)

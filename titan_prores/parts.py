@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from titan_prores import registry
-from titan_prores.config import Key, Section, Tree, slot_kind, type_name
-from titan_prores.errors import ConfigError, nearest
+from titan_prores.config import Key, Section, Tree, dotted, slot_kind, type_name, type_of
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Part:
     name: str
     component: type
     config: Section
-    key: str = field(compare=False, default="")
+    key: str = ""
 
     def build(self, **context: Any) -> Any:
         """An instance: the class called with its config and the context that its kind's protocol lists.
@@ -48,7 +51,7 @@ def resolve_section(
     section: type[Section], raw: Mapping[str, Any], key: Key, tree: Tree, errors: list[ConfigError],
     origins: dict[str, str] | None = None,
 ) -> Section | None:  # fmt: skip
-    """Validate one table. Faults are added to `errors`; returns None when there were any.
+    """Validate one table. Faults are added to `errors`, all of them; returns None when there were any.
 
     Args:
         section: the typed section.
@@ -60,60 +63,103 @@ def resolve_section(
     """
     fields = section.model_fields
     values = {n: v for n, v in raw.items() if n in fields or (*key, n) not in tree.outdated}
+    found = len(errors)
+    reported: set[str] = set()  # first parts of the keys that have their error already
     try:
         preset, preset_origin = section.presets(values)
     except ConfigError as error:
-        error.where = tree.origin((*key, *error.key.split(".")))
-        errors.append(error.under(".".join(key)))
+        faulty = tuple(error.key.split(".")) if error.key else ()
+        error.where = error.where or tree.origin((*key, *faulty))
+        errors.append(error.under(dotted(key)))
+        # What the preset would have filled in is not missing.
+        preset, preset_origin = {n: None for n, info in fields.items() if info.is_required() and n not in values}, ""
+        reported |= {*faulty[:1], *preset}
+    except Exception as error:
+        errors.append(_own_fault(section, error, key, tree))
         return None
     for name, value in preset.items():
         if name not in values:
             values[name] = value
             if origins is not None:
-                origins[".".join((*key, name))] = preset_origin
+                origins[dotted((*key, name))] = preset_origin
 
-    found = len(errors)
     for name, info in fields.items():
         if kind := slot_kind(info):
             table = values.get(name, info.default)
+            if isinstance(table, Mapping) and "name" not in table:
+                table = {**info.default, **table}
             values[name] = resolve_part(kind, table, (*key, name), tree, errors, origins)
-    if len(errors) > found:
-        # Look at the other keys too, so that one pass reports every fault of the table.
-        broken = {name for name, info in fields.items() if slot_kind(info) and values[name] is None}
-        for name in broken:
-            values[name] = Part.__new__(Part)
+            if values[name] is None:
+                reported.add(name)
     try:
         typed = section.model_validate(_freeze(values))
     except ValidationError as error:
-        errors.extend(_config_error(section, fault, key, tree) for fault in error.errors())
+        for fault in error.errors(include_url=False):
+            first = str(fault["loc"][0]) if fault["loc"] else ""
+            if first in reported:
+                continue
+            if _is_choice_of_types(fields.get(first)):  # has a fault for each of the types
+                reported.add(first)
+                fault = {**fault, "loc": (first,), "input": values[first]}
+            errors.append(_config_error(section, fault, key, tree))
+    except Exception as error:
+        errors.append(_own_fault(section, error, key, tree))
     return typed if len(errors) == found else None
+
+
+def _own_fault(section: type[Section], error: Exception, key: Key, tree: Tree) -> ConfigError:
+    """A component's own check of its settings that failed in a way that is none of pydantic's."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    fault = ConfigError(dotted(key), f"the checks of {section.__qualname__} failed: {text}", where=tree.origin(key))
+    fault.__cause__ = error
+    return fault
 
 
 def resolve_part(
     kind: str, raw: Any, key: Key, tree: Tree, errors: list[ConfigError], origins: dict[str, str] | None = None,
-    name: str | None = None,
+    name: Any = None,
 ) -> Part | None:  # fmt: skip
-    """The component that a table names, with its typed settings; None after adding to `errors`."""
-    dotted = ".".join(key)
+    """The component that a table names, with its typed settings; None after adding to `errors`.
+
+    Args:
+        kind: kind of component.
+        raw: the table as written, or only the component's name.
+        key: its path in the recipe.
+        tree: where values came from.
+        errors: list that faults are appended to.
+        origins: filled with dotted key -> origin for values that come from a preset.
+        name: name of the component where the table has none.
+    """
+    where = tree.origin(key)
     if isinstance(raw, str):
         raw = {"name": raw}
     if not isinstance(raw, Mapping):
-        errors.append(ConfigError(dotted, "must be a table", value=raw, where=tree.origin(key)))
+        errors.append(
+            ConfigError(dotted(key), f"must be a table, not {type_of(raw)}", value=raw, where=where,
+                        allowed='name = "...", and the settings of that component')
+        )  # fmt: skip
         return None
-    name = raw.get("name") if name is None else name
-    if not isinstance(name, str):
-        problem = "must be a string" if "name" in raw else "is required"
-        errors.append(ConfigError(f"{dotted}.name", problem, allowed=registry.names(kind), where=tree.origin(key)))
-        return None
+    name = raw.get("name", name)
     try:
+        if name is None:
+            raise ConfigError("name", "is required", allowed=registry.names(kind))
+        if not isinstance(name, str):
+            raise ConfigError(
+                "name", f"must be of type string, not {type_of(name)}", value=name, allowed=registry.names(kind)
+            )
         component = registry.lookup(kind, name)
+    except ConfigErrors as several:
+        errors.extend(several.errors)
+        return None
     except ConfigError as error:
-        error.where = error.where or tree.origin((*key, "name"))
-        errors.append(error.under(dotted))
+        if error.key == "name":  # and not what went wrong while components were imported
+            error.where = error.where or tree.origin((*key, "name"))
+            error.under(dotted(key))
+        errors.append(error)
         return None
     settings = {n: v for n, v in raw.items() if n != "name"}
     config = resolve_section(component.Config, settings, key, tree, errors, origins)
-    return None if config is None else Part(kind, name, component, config, dotted)
+    return None if config is None else Part(kind, name, component, config, dotted(key))
 
 
 def _freeze(value: Any) -> Any:
@@ -129,55 +175,86 @@ def _config_error(section: type[Section], fault: Mapping[str, Any], key: Key, tr
     """A pydantic fault in our own words."""
     location = tuple(str(part) for part in fault["loc"])
     full = (*key, *location)
-    dotted, where = ".".join(full), tree.origin(full)
-    if fault["type"] == "extra_forbidden":
-        known = _section_at(section, location[:-1]).model_fields
-        hint = nearest(location[-1], known)
+    name, where, value, kind = dotted(full), tree.origin(full), fault["input"], fault["type"]
+    owner, info, annotation = _declaration(section, location)
+    wanted = type_name(annotation) if annotation is not None else None
+    if kind == "extra_forbidden":
+        hint = nearest(location[-1], owner.model_fields)
         return ConfigError(
-            dotted, "unknown key", value=fault["input"], where=where,
-            nearest=".".join((*full[:-1], hint)) if hint else None,
-            allowed=None if hint else sorted(known),
+            name, "unknown key", value=value, where=where, nearest=dotted((*full[:-1], hint)) if hint else None,
+            allowed=None if hint else sorted(owner.model_fields) or "no keys at all",
         )  # fmt: skip
-    if fault["type"] == "missing":
-        return ConfigError(dotted, "is required", where=where)
-    if fault["type"] == "value_error":
-        value = {} if not location else {"value": fault["input"]}  # of one key, not of the whole table
-        return ConfigError(dotted, str(fault["ctx"]["error"]), where=where, **value)
-    if fault["type"] == "literal_error":
-        info = section.model_fields.get(location[0]) if len(location) == 1 else None
-        allowed = type_name(info.annotation).replace(" | ", ", ") if info else fault["ctx"]["expected"]
-        choices = [word.strip('"') for word in allowed.split(", ")]
-        hint = nearest(fault["input"], choices) if isinstance(fault["input"], str) else None
-        return ConfigError(
-            dotted, "is none of the choices", value=fault["input"], allowed=allowed, nearest=hint, where=where
-        )
-    message = fault["msg"]
-    info = section.model_fields.get(location[0]) if location else None
-    wanted = type_name(info.annotation) if info and len(location) == 1 else None
-    if fault["type"].endswith("_type") and wanted:
-        message = f"must be of type {wanted}, not {_toml_type(fault['input'])}"
-    else:
-        message = message.replace("Input should", "must").replace("must be a valid", "must be a")
-    return ConfigError(dotted, message, value=fault["input"], where=where)
+    if kind == "missing":
+        about = f"{wanted}: {info.description}" if info and info.description else wanted
+        return ConfigError(name, "is required", where=where, allowed=about)
+    if kind in ("value_error", "assertion_error"):
+        shown = {} if not location else {"value": value}  # of one key, not of the whole table
+        return ConfigError(name, str(fault["ctx"]["error"]) or "is refused", where=where, **shown)
+    if kind == "literal_error":
+        choices = _choices(annotation)
+        hint = nearest(value, choices) if isinstance(value, str) else None
+        allowed = wanted.replace(" | ", ", ") if choices else fault["ctx"]["expected"]
+        return ConfigError(name, "is none of the choices", value=value, allowed=allowed, nearest=hint, where=where)
+    if _is_choice_of_types(info):
+        choices = _choices(annotation)
+        hint = nearest(value, choices) if isinstance(value, str) and choices else None
+        return ConfigError(name, f"must be of type {wanted}", value=value, nearest=hint, where=where)
+    if kind.endswith("_type") and wanted:
+        hint = value.lower() if wanted == "bool" and str(value).lower() in ("true", "false") else None
+        problem = f"must be of type {wanted}, not {type_of(value)}"
+        return ConfigError(name, problem, value=value, nearest=hint, where=where)
+    message = fault["msg"].replace("Input should", "must").replace("must be a valid", "must be of type")
+    if kind in ("too_short", "string_too_short"):
+        message = f"must have at least {fault['ctx']['min_length']} {'entry' if kind == 'too_short' else 'character'}"
+    return ConfigError(name, message, value=value, where=where)
 
 
-def _toml_type(value: Any) -> str:
-    names = {bool: "bool", int: "int", float: "float", str: "string", dict: "table", tuple: "list", list: "list"}
-    return names.get(type(value), type(value).__name__)
+def _declaration(section: type[Section], location: Key) -> tuple[type[Section], FieldInfo | None, Any]:
+    """What is declared for a fault's location: the section it lies in, its field, and the type at that very place.
+
+    Walks through nested sections, lists and tables; field and type are None where the walk ends before the location.
+    """
+    info, annotation = None, None
+    for depth, part in enumerate(location):
+        if depth == 0 or _is_section(annotation):
+            section = annotation if depth else section
+            info = section.model_fields.get(part)
+            annotation = info.annotation if info else None
+        else:
+            inside = typing.get_args(annotation)
+            tuple_place = int(part) if part.isdecimal() and Ellipsis not in inside else 0
+            if typing.get_origin(annotation) is tuple and tuple_place < len(inside):
+                annotation = inside[tuple_place]
+            elif typing.get_origin(annotation) is dict:
+                annotation = inside[1]
+            else:
+                return section, None, None
+        annotation = _without_none(annotation)
+    return section, info, annotation
 
 
-def _section_at(section: type[Section], location: tuple[str, ...]) -> type[Section]:
-    """The nested section that a fault's location lies in: through tuples and tables of sections."""
-    import typing
+def _is_section(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and issubclass(annotation, Section)
 
-    for part in location:
-        if part.isdigit() or part not in section.model_fields:
-            continue
-        annotation = section.model_fields[part].annotation
-        inner = [a for a in (annotation, *typing.get_args(annotation)) if inspect.isclass(a) and issubclass(a, Section)]
-        if inner:
-            section = inner[0]
-    return section
+
+def _without_none(annotation: Any) -> Any:
+    """`X` for `X | None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        left = [inner for inner in typing.get_args(annotation) if inner is not type(None)]
+        return left[0] if len(left) == 1 else typing.Union[tuple(left)]  # noqa: UP007
+    return annotation
+
+
+def _is_choice_of_types(info: FieldInfo | None) -> bool:
+    annotation = _without_none(info.annotation) if info else None
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The words among the values of a Literal, also of one in a union."""
+    if typing.get_origin(annotation) is Literal:
+        return [value for value in typing.get_args(annotation) if isinstance(value, str)]
+    return [choice for inner in typing.get_args(annotation) for choice in _choices(inner)]
 
 
 def dump(section: Section) -> dict[str, Any]:
@@ -202,15 +279,24 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def resume_rules(section: Section, default: str) -> dict[str, str]:
-    """Dotted key -> "same" | "free" for every leaf of a section, parts inside included."""
-    rules: dict[str, str] = {}
+@dataclass(frozen=True)
+class ResumeRule:
+    """Whether a resumed run may change a key, and the value of a run that does not mention it."""
+
+    rule: Literal["same", "free"]
+    default: Any = None
+
+
+def resume_rules(section: Section, default: str, key: Key = ()) -> dict[Key, ResumeRule]:
+    """Key -> its rule for every leaf of a section at `key`, those of parts inside included."""
+    rules: dict[Key, ResumeRule] = {}
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Part):
             inner = registry.KINDS[value.kind].on_resume
-            rules[f"{name}.name"] = inner
-            rules |= {f"{name}.{k}": r for k, r in resume_rules(value.config, inner).items()}
+            rules[(*key, name, "name")] = ResumeRule(inner)
+            rules |= resume_rules(value.config, inner, (*key, name))
         else:
-            rules[name] = (info.json_schema_extra or {}).get("on_resume") or default
+            rule = (info.json_schema_extra or {}).get("on_resume") or default
+            rules[(*key, name)] = ResumeRule(rule, None if info.is_required() else _plain(info.default))
     return rules

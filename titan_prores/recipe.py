@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_prores import registry
-from titan_prores.config import Section, Tree, setting
-from titan_prores.errors import ConfigError, ConfigErrors, nearest
-from titan_prores.parts import Part, dump, resolve_part, resolve_section, resume_rules
+from titan_prores.config import Key, Section, Tree, dotted, setting, split_key, type_of
+from titan_prores.errors import ConfigError, ConfigErrors, nearest, shown
+from titan_prores.parts import Part, ResumeRule, dump, resolve_part, resolve_section, resume_rules
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -21,7 +21,7 @@ Dtype = Literal["float32", "bfloat16"]
 class Job(Section):
     """Where a run lives."""
 
-    dump_folder: str = setting("outputs", "run folder: recipe, log, metrics and checkpoints go there")
+    dump_folder: str = setting("outputs", "run folder: recipe, log, metrics and checkpoints go there", min_length=1)
     description: str = setting("", "one line about the run, kept with it")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA where there is a device")
 
@@ -35,10 +35,12 @@ class Training(Section):
     )
     seed: int = setting(0, "seed of weights, data order and dropout", on_resume="same", ge=0)
     seq_len: int = setting(1024, "length of a training sequence", unit="tokens", on_resume="same", gt=0)
-    local_batch_size: int = setting(8, "sequences a data-parallel rank takes through the model at once", gt=0)
+    local_batch_size: int = setting(
+        8, "what a data-parallel rank takes through the model at once", unit="sequences", gt=0
+    )
     global_batch_size: int = setting(
-        -1, "sequences an optimizer step, gradients being accumulated as needed; -1 = local_batch_size x ranks",
-        on_resume="same", ge=-1,
+        -1, "in an optimizer step, gradients being accumulated as needed; -1 = local_batch_size x ranks",
+        unit="sequences", on_resume="same", ge=-1,
     )  # fmt: skip
     max_norm: float = setting(1.0, "gradients are scaled down to this L2 norm; 0 = never", ge=0)
     dtype: Dtype = setting("float32", "of master weights and optimizer state; bfloat16 = pure bf16 training")
@@ -75,9 +77,11 @@ class Comm(Section):
     """Timeouts of collectives."""
 
     init_timeout_seconds: int = setting(
-        300, "until all ranks have met and finished their first step", unit="seconds", gt=0
+        300, "until all ranks have met and finished their first step", unit="seconds", gt=0, le=31_536_000
     )
-    train_timeout_seconds: int = setting(100, "of a collective after the first step", unit="seconds", gt=0)
+    train_timeout_seconds: int = setting(
+        100, "of a collective after the first step", unit="seconds", gt=0, le=31_536_000
+    )
 
 
 class Profiling(Section):
@@ -124,47 +128,62 @@ AXES = {
 }
 
 # Keys that users of torchtitan v0.2 know by another name than ours.
-TORCHTITAN_KEYS = {
-    "training.dataset": "dataset.name",
-    "training.dataset_path": "dataset.files",
-    "training.batch_size": "training.local_batch_size",
-    "training.warmup_steps": "lr_scheduler.warmup_steps",
-    "training.enable_cpu_offload": "parallelism.fsdp (CPU offload is not supported yet)",
-    "debug.seed": "training.seed",
-    "debug.deterministic": "training.deterministic",
-    "model.tokenizer_path": "tokenizer.path",
-    "model.hf_assets_path": "tokenizer.path",
-    "model.norm_type": "model.norm",
-    "optimizer.early_step_in_backward": None,
+TORCHTITAN_KEYS: dict[str, str | None] = {
+    "activation_checkpoint": "transforms.activation_checkpoint",
+    "checkpoint.async_mode": None,
     "checkpoint.enable": "checkpoint.enabled",
     "checkpoint.enable_checkpoint": "checkpoint.enabled",
-    "checkpoint.load_step": "checkpoint.resume",
-    "checkpoint.async_mode": None,
     "checkpoint.export_dtype": None,
-    "metrics.enable_tensorboard": "metrics.tensorboard.enabled",
-    "metrics.save_tb_folder": "metrics.tensorboard.folder",
-    "metrics.enable_wandb": "metrics.wandb.enabled",
-    "metrics.disable_color_printing": None,
-    "validation.enable": "validation.enabled",
-    "validation.dataset": "dataset.validation_fraction",
-    "validation.steps": "validation.max_tokens",
-    "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp.reshard_after_forward",
-    "parallelism.context_parallel_degree": None,
-    "parallelism.pipeline_parallel_degree": None,
-    "parallelism.expert_parallel_degree": None,
-    "activation_checkpoint": "transforms.activation_checkpoint",
+    "checkpoint.load_step": "checkpoint.resume",
+    "comm.mode": None,
+    "comm.save_traces_folder": None,
+    "comm.trace_buf_size": None,
     "compile": "transforms.compile",
     "compile.enable": "transforms.compile.enabled",
-    "float8": "transforms.float8",
-    "quantize": "transforms.float8",
-    "comm.trace_buf_size": None,
-    "experimental": "import",
+    "debug.deterministic": "training.deterministic",
+    "debug.seed": "training.seed",
     "experimental.custom_import": "import",
+    "experimental.custom_model_path": "import",
+    "fault_tolerance": None,
+    "float8": "transforms.float8",
+    "job.config_file": "--config",
     "job.custom_config_module": "import",
     "job.print_args": "--check",
     "job.print_config": "--check",
-    "job.config_file": "--config",
-    "debug": "training.seed and training.deterministic",
+    "lr_scheduler.decay_type": "lr_scheduler.name",
+    "memory_estimation": "--check",
+    "metrics.disable_color_printing": None,
+    "metrics.enable_tensorboard": "metrics.tensorboard.enabled",
+    "metrics.enable_wandb": "metrics.wandb.enabled",
+    "metrics.save_for_all_ranks": None,
+    "metrics.save_tb_folder": "metrics.tensorboard.folder",
+    "model.converters": "transforms",
+    "model.hf_assets_path": "tokenizer.path",
+    "model.norm_type": "model.norm",
+    "model.tokenizer_path": "tokenizer.path",
+    "optimizer.early_step_in_backward": None,
+    "parallelism.context_parallel_degree": None,
+    "parallelism.disable_loss_parallel": None,
+    "parallelism.enable_async_tensor_parallel": None,
+    "parallelism.enable_compiled_autograd": None,
+    "parallelism.expert_parallel_degree": None,
+    "parallelism.expert_tensor_parallel_degree": None,
+    "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp.reshard_after_forward",
+    "parallelism.pipeline_parallel_degree": None,
+    "parallelism.pipeline_parallel_microbatch_size": None,
+    "parallelism.pipeline_parallel_schedule": None,
+    "profiling.profiler_active": None,
+    "profiling.profiler_warmup": None,
+    "quantize": "transforms.float8",
+    "training.batch_size": "training.local_batch_size",
+    "training.dataset": "dataset.name",
+    "training.dataset_path": "dataset.files",
+    "training.enable_cpu_offload": None,
+    "training.gc_debug": None,
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "validation.dataset": "dataset.validation_fraction",
+    "validation.enable": "validation.enabled",
+    "validation.steps": "validation.max_tokens",
 }
 
 
@@ -194,41 +213,43 @@ class Recipe:
                 table = {"name": part.name, **dump(part.config)}
             for group, enabled in ((self.sets, True), (self.disabled, False)):
                 for part in group.get(section, ()):
-                    table[part.name] = {"enabled": enabled, **dump(part.config)}
+                    label = split_key(part.key)[-1]
+                    component = {"name": part.name} if part.name != label else {}
+                    table[label] = {"enabled": enabled, **component, **dump(part.config)}
             tables[section] = table
         return tables
 
-    def resume_rules(self) -> dict[str, str]:
-        """Dotted key -> "same" | "free": whether a resumed run may change it."""
-        rules: dict[str, str] = {}
+    def resume_rules(self) -> dict[Key, ResumeRule]:
+        """Key -> whether a resumed run may change it."""
+        rules: dict[Key, ResumeRule] = {}
         for section in ENGINE_SECTIONS:
-            rules |= {f"{section}.{k}": r for k, r in resume_rules(getattr(self, section), "free").items()}
+            rules |= resume_rules(getattr(self, section), "free", (section,))
         for section, part in self.slots.items():
             default = registry.KINDS[part.kind].on_resume
-            rules |= {f"{section}.name": default}
-            rules |= {f"{section}.{k}": r for k, r in resume_rules(part.config, default).items()}
-        for section, parts in self.sets.items():
+            rules[(section, "name")] = ResumeRule(default)
+            rules |= resume_rules(part.config, default, (section,))
+        for parts in self.sets.values():
             for part in parts:
-                default = registry.KINDS[part.kind].on_resume
-                prefix = f"{section}.{part.name}"
-                rules |= {f"{prefix}.{k}": r for k, r in resume_rules(part.config, default).items()}
+                rules |= resume_rules(part.config, registry.KINDS[part.kind].on_resume, split_key(part.key))
         return rules
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> leaf value of nested tables."""
-    flat: dict[str, Any] = {}
+def flatten(table: Mapping[str, Any], key: Key = ()) -> dict[Key, Any]:
+    """Key -> leaf value of nested tables."""
+    flat: dict[Key, Any] = {}
     for name, value in table.items():
-        key = f"{prefix}.{name}" if prefix else name
         if isinstance(value, Mapping) and value:
-            flat |= flatten(value, key)
+            flat |= flatten(value, (*key, name))
         else:
-            flat[key] = value
+            flat[(*key, name)] = value
     return flat
 
 
 def changes_since(recipe: Recipe, earlier: Mapping[str, Any]) -> tuple[list[ConfigError], list[str]]:
     """Compare with the resolved recipe that a checkpoint holds.
+
+    A key that one of the two lacks has its default there, so that a later version may have more keys. Settings of a
+    transform that was or is off, and of a component of another name, are free: they had or have no effect.
 
     Args:
         recipe: the recipe of the run that wants to resume.
@@ -239,19 +260,29 @@ def changes_since(recipe: Recipe, earlier: Mapping[str, Any]) -> tuple[list[Conf
     """
     rules = recipe.resume_rules()
     before, now = flatten(earlier), flatten(recipe.to_dict())
+    off = {key[:2] for key, on in before.items() if key[0] in SETS and key[2:] == ("enabled",) and not on}
     errors, notes = [], []
     for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key), now.get(key)
+        prefixes = [key[:length] for length in range(len(key), 0, -1)]
+        ruled = next((prefix for prefix in prefixes if prefix in rules), None)  # a leaf may lie inside a setting
+        default = rules[ruled].default if ruled == key else None
+        old, new = before.get(key, default), now.get(key, default)
         if old == new:
             continue
-        if rules.get(key) == "same" and key in before and key in now:
+        same = ruled is not None and rules[ruled].rule == "same"
+        if same and key[:2] not in off and any(k[: len(ruled) - 1] == ruled[:-1] for k in before):
             errors.append(
-                ConfigError(key, f"was {old!r} when the checkpoint was written and must stay so", value=new,
-                            where=recipe.origins.get(key))
+                ConfigError(dotted(key), f"was {shown(old)} when the checkpoint was written and must stay so",
+                            value=new, where=_origin(recipe.origins, key))
             )  # fmt: skip
         else:
-            notes.append(f"{key}: {old!r} -> {new!r}")
+            notes.append(f"{dotted(key)}: {shown(old)} -> {shown(new)}")
     return errors, notes
+
+
+def _origin(origins: Mapping[str, str], key: Key) -> str | None:
+    """Place of a key or of the nearest table around it."""
+    return next((origins[dotted(key[:n])] for n in range(len(key), 0, -1) if dotted(key[:n]) in origins), None)
 
 
 def plan_mesh(parallelism: Parallelism, world_size: int) -> dict[str, int]:
@@ -262,14 +293,14 @@ def plan_mesh(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """
     degrees = {axis: getattr(parallelism, key) for axis, key in AXES.items()}
     errors = [
-        ConfigError(f"parallelism.{AXES[axis]}", "a degree is at least 1, or -1 for what is left", value=0)
+        ConfigError(f"parallelism.{AXES[axis]}", "is no degree", value=0, allowed="at least 1, or -1 for what is left")
         for axis, degree in degrees.items()
         if degree == 0
     ]
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         keys = " and ".join(f"parallelism.{AXES[axis]}" for axis in open_axes)
-        errors.append(ConfigError(keys, "only one degree can be -1"))
+        errors.append(ConfigError(keys, "only one degree can be -1", value=-1))
     if errors:
         raise ConfigErrors(errors)
     given = 1
@@ -281,9 +312,11 @@ def plan_mesh(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     if given != world_size:
         product = " x ".join(f"{AXES[axis]} {degree}" for axis, degree in degrees.items() if degree != 1)
         ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+        allowed = f"degrees whose product is {world_size}, or one of them -1"
+        if open_axes:
+            allowed = f"the product of the other degrees, {given}, must divide {world_size}"
         raise ConfigErrors([
-            ConfigError("parallelism", f"{product or 'all degrees 1'} does not fit {ranks}",
-                        allowed=f"degrees whose product is {world_size}, or one of them -1")
+            ConfigError("parallelism", f"{product or 'all degrees 1'} does not fit {ranks}", allowed=allowed)
         ])  # fmt: skip
     return degrees
 
@@ -302,9 +335,9 @@ def global_batch_size(training: Training, data_ranks: int) -> int:
     if training.global_batch_size == -1:
         return training.local_batch_size * data_ranks
     size = training.global_batch_size
-    if size % (training.local_batch_size * data_ranks):
-        share = size // data_ranks
-        fitting = [b for b in range(1, share + 1) if share % b == 0] if size % data_ranks == 0 else []
+    if size < 1 or size % (training.local_batch_size * data_ranks):
+        share = size // data_ranks if size % data_ranks == 0 else 0
+        fitting = [b for b in range(1, min(share, 1024) + 1) if share % b == 0]
         raise ConfigError(
             "training.global_batch_size",
             f"is not a multiple of training.local_batch_size {training.local_batch_size} x {data_ranks} data ranks",
@@ -319,15 +352,14 @@ def _engine_sections(tree: Tree, errors: list[ConfigError]) -> dict[str, Section
     """First pass: unknown sections and every fault in the engine's own keys."""
     sections: dict[str, Section] = {}
     for name, table in tree.values.items():
+        where = tree.origin((name,))
         if name not in SECTIONS:
-            hint = TORCHTITAN_KEYS.get(name) or nearest(name, SECTIONS)
-            kind = "section" if isinstance(table, dict) else "key"
-            errors.append(
-                ConfigError(name, f"unknown {kind}", where=tree.origin((name,)), nearest=hint,
-                            allowed=None if hint else SECTIONS)
-            )  # fmt: skip
+            errors.extend(_unknown_section(name, table, tree))
         elif not isinstance(table, dict):
-            errors.append(ConfigError(name, "must be a table", value=table, where=tree.origin((name,))))
+            errors.append(
+                ConfigError(name, f"must be a table, not {type_of(table)}", value=table, where=where,
+                            allowed=f"[{name}] and its keys below")
+            )  # fmt: skip
     for name, section in ENGINE_SECTIONS.items():
         raw = tree.values.get(name, {})
         if not isinstance(raw, dict):
@@ -337,8 +369,31 @@ def _engine_sections(tree: Tree, errors: list[ConfigError]) -> dict[str, Section
             raw = {k: v for k, v in raw.items() if not isinstance(v, dict) or k in section.model_fields}
         found: list[ConfigError] = []
         sections[name] = resolve_section(section, raw, (name,), tree, found)
+        for error in found:
+            if name in SETS and error.problem == "unknown key" and error.nearest is None:
+                error.allowed = f"{', '.join(sorted(section.model_fields))}, or a table [{name}.<component>]"
         errors.extend(found)
     return sections
+
+
+def _unknown_section(name: str, table: Any, tree: Tree) -> list[ConfigError]:
+    """Errors for what stands at the top level and is no section of ours."""
+    if isinstance(table, dict):
+        known = [key for key in table if f"{name}.{key}" in TORCHTITAN_KEYS]
+        if known:
+            return [ConfigError(f"{name}.{key}", "unknown key", value=table[key], where=tree.origin((name, key)))
+                    for key in known]  # fmt: skip
+        fault = ConfigError(dotted((name,)), "unknown section", where=tree.origin((name,)))
+    else:
+        fault = ConfigError(dotted((name,)), "unknown key", value=table, where=tree.origin((name,)))
+    fault.nearest = nearest(name, SECTIONS)
+    if fault.nearest is None or not isinstance(table, dict):
+        keys = {key: f"{section}.{key}" for section, fields in ENGINE_SECTIONS.items() for key in fields.model_fields}
+        key = nearest(name, keys)
+        fault.nearest = keys[key] if key else fault.nearest
+    if fault.nearest is None:
+        fault.allowed = SECTIONS
+    return [fault]
 
 
 def _use_our_names(errors: list[ConfigError]) -> None:
@@ -346,10 +401,8 @@ def _use_our_names(errors: list[ConfigError]) -> None:
     for error in errors:
         if error.problem.startswith("unknown") and error.key in TORCHTITAN_KEYS:
             ours = TORCHTITAN_KEYS[error.key]
-            error.problem = (
-                "is torchtitan's key" if ours else "torchtitan has this key; here there is nothing like it yet"
-            )
-            error.allowed, error.nearest = (f"here it is {ours}" if ours else None), None
+            error.problem = f"is torchtitan's name; here it is {ours}" if ours else "torchtitan has this, we do not yet"
+            error.allowed = error.nearest = None
 
 
 def _resolve_set(
@@ -358,35 +411,38 @@ def _resolve_set(
     on, off = [], []
     tables = tree.values.get(section, {})
     engine_keys = ENGINE_SECTIONS[section].model_fields if section in ENGINE_SECTIONS else {}
-    for name, raw in tables.items():
+    # By name: the order of tables in a file means nothing.
+    for name, raw in sorted(tables.items()):
         if name in engine_keys:
             continue
         key = (section, name)
         if not isinstance(raw, dict):
             if section not in ENGINE_SECTIONS:  # elsewhere the first pass has refused it
                 errors.append(
-                    ConfigError(f"{section}.{name}", "must be a table", value=raw, where=tree.origin(key),
+                    ConfigError(dotted(key), f"must be a table, not {type_of(raw)}", value=raw, where=tree.origin(key),
                                 allowed="enabled = true or false, and the settings of the component")
                 )  # fmt: skip
             continue
         enabled = raw.get("enabled", True)
         if not isinstance(enabled, bool):
+            hint = str(enabled).lower() if str(enabled).lower() in ("true", "false") else None
             errors.append(
-                ConfigError(f"{section}.{name}.enabled", "must be of type bool", value=enabled,
-                            where=tree.origin((*key, "enabled")))
+                ConfigError(dotted((*key, "enabled")), f"must be of type bool, not {type_of(enabled)}", value=enabled,
+                            where=tree.origin((*key, "enabled")), nearest=hint)
             )  # fmt: skip
         settings = {k: v for k, v in raw.items() if k != "enabled"}
-        component_name = settings.pop("name", name)
-        part = resolve_part(kind, settings, key, tree, errors, origins, name=component_name)
+        part = resolve_part(kind, settings, key, tree, errors, origins, name=name)
         if part is not None:
-            (on if enabled else off).append(Part(kind, name, part.component, part.config, part.key))
+            (on if enabled else off).append(part)
+        # On because its table is there.
+        origins.setdefault(dotted((*key, "enabled")), tree.origin(key) or "default")
     return on, off
 
 
 def _check_combinations(transforms: list[Part], errors: list[ConfigError], tree: Tree) -> None:
     present = {part.name for part in transforms}
     for part in transforms:
-        where = tree.origin(tuple(part.key.split(".")))
+        where = tree.origin(split_key(part.key))
         for needed in getattr(part.component, "needs", ()):
             if needed not in present:
                 errors.append(ConfigError(part.key, f"needs the transform {needed}", where=where))
@@ -405,30 +461,34 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     Raises:
         ConfigErrors: every fault of the first pass that has any.
     """
-    errors: list[ConfigError] = []
+    errors = list(tree.errors)
     sections = _engine_sections(tree, errors)
     if sections.get("parallelism") is not None and sections.get("training") is not None:
+        faults: list[ConfigError] = []
         try:
             ranks = data_parallel_size(plan_mesh(sections["parallelism"], world_size))
             global_batch_size(sections["training"], ranks)
         except ConfigErrors as several:
-            errors.extend(several.errors)
+            faults.extend(several.errors)
         except ConfigError as error:
-            error.where = tree.origin(tuple(error.key.split(".")))
-            errors.append(error)
-    if errors:
-        _use_our_names(errors)
-        raise ConfigErrors(errors)
+            faults.append(error)
+        for fault in faults:
+            fault.where = tree.origin(tuple(fault.key.partition(" and ")[0].split(".")))
+        errors.extend(faults)
+    _refuse_if_any(errors)
 
-    origins = {".".join(key): origin for key, origin in tree.origins.items()}
-    for reference, folder in tree.imports:
+    origins = {dotted(key): origin for key, origin in tree.origins.items()}
+    try:
+        registry.load_entry_points()
+    except ConfigErrors as several:
+        errors.extend(several.errors)
+    for entry in tree.imports:
         try:
-            registry.load_plugin(reference, folder)
+            registry.load_plugin(entry.reference, entry.folder)
         except ConfigError as error:
-            error.where = error.where or tree.origin(("import",))
+            error.where = error.where or entry.where
             errors.append(error)
-    if errors:
-        raise ConfigErrors(errors)
+    _refuse_if_any(errors)
 
     slots: dict[str, Part] = {}
     for section, kind in SLOTS.items():
@@ -439,12 +499,18 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     disabled: dict[str, tuple[Part, ...]] = {}
     for section, kind in SETS.items():
         on, off = _resolve_set(section, kind, tree, errors, origins)
-        # By name: the order of tables in a file means nothing.
-        sets[section] = tuple(sorted(on, key=lambda part: part.name))
-        disabled[section] = tuple(sorted(off, key=lambda part: part.name))
+        sets[section], disabled[section] = tuple(on), tuple(off)
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)
+    _refuse_if_any(errors)
+    imports = dict.fromkeys(
+        str((entry.folder / entry.reference).resolve()) if entry.reference.endswith(".py") else entry.reference
+        for entry in tree.imports
+    )
+    return Recipe(**sections, slots=slots, sets=sets, disabled=disabled, origins=origins, imports=tuple(imports))
+
+
+def _refuse_if_any(errors: list[ConfigError]) -> None:
+    """End a pass: raise its faults, each once, if there are any."""
     if errors:
         _use_our_names(errors)
-        raise ConfigErrors(errors)
-    imports = tuple(str((folder / r).resolve()) if r.endswith(".py") else r for r, folder in tree.imports)
-    return Recipe(**sections, slots=slots, sets=sets, disabled=disabled, origins=origins, imports=imports)
+        raise ConfigErrors(list({str(error): error for error in errors}.values()))

@@ -16,9 +16,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, TypeVar
 
-from titan_prores.errors import ConfigError, nearest
+from titan_prores.config import Section
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
 
 T = TypeVar("T", bound=type)
 
@@ -58,6 +60,7 @@ _loaded_kinds: set[str] = set()
 _loaded_entry_points = False
 
 ENTRY_POINT_GROUP = "titan_prores.components"
+BUILTIN_PACKAGE = "components"
 
 
 def _known_kind(kind: str) -> str:
@@ -78,31 +81,54 @@ def register(kind: str, name: str) -> Callable[[T], T]:
         ConfigError: the kind does not exist, or another component already has the name.
     """
     _known_kind(kind)
+    if not isinstance(name, str) or not name or ":" in name:
+        raise ConfigError(
+            kind, "a component cannot be registered under this name", value=name, allowed="a string without a colon"
+        )
 
     def add(component: T) -> T:
+        _check_shape(kind, f"{kind}.{name}", component)
+        if component.__module__.partition(".")[0] != BUILTIN_PACKAGE:
+            _load_builtin(kind)  # so that it is the newcomer who is refused
         other = _table[kind].get(name)
-        if other is not None and (other.__module__, other.__qualname__) != (
-            component.__module__,
-            component.__qualname__,
-        ):
+        if other is not None and not _is_earlier_self(other, component):
             raise ConfigError(
                 f"{kind}.{name}",
                 f"{component.__module__}.{component.__qualname__} cannot be registered under a name that "
                 f"{other.__module__}.{other.__qualname__} already has",
             )
-        _check_shape(kind, name, component)
         _table[kind][name] = component
         return component
 
     return add
 
 
-def _check_shape(kind: str, name: str, component: object) -> None:
+def _is_earlier_self(other: type, component: type) -> bool:
+    """Whether a module that is run again, after a failed import or in a notebook, brings the same class anew."""
+    if (other.__module__, other.__qualname__) != (component.__module__, component.__qualname__):
+        return False
+    if other is component or component.__module__ == "__main__":
+        return True
+    return getattr(sys.modules.get(component.__module__), component.__qualname__, None) is not other
+
+
+def _check_shape(kind: str, key: str, component: object) -> None:
     """A component that could not work is refused by name when it is registered or looked up, not in mid-run."""
-    missing = [m for m in ("Config", *KINDS[kind].methods) if not hasattr(component, m)]
-    if not inspect.isclass(component) or missing:
-        what = f"lacks {', '.join(missing)}" if inspect.isclass(component) else "is not a class"
-        raise ConfigError(f"{kind}.{name}", f"is no {kind} component: it {what} (see titan_prores.protocols)")
+    if not inspect.isclass(component):
+        raise ConfigError(key, f"is no {kind} component: it is not a class", value=component)
+    missing = [m for m in ("Config", *KINDS[kind].methods) if not _has(component, m)]
+    if missing:
+        what = f"lacks {', '.join(missing)}"
+    elif not (inspect.isclass(component.Config) and issubclass(component.Config, Section)):
+        what = "has a Config that is no titan_prores.config.Section"
+    else:
+        return
+    raise ConfigError(key, f"is no {kind} component: {component.__qualname__} {what} (see titan_prores.protocols)")
+
+
+def _has(component: type, method: str) -> bool:
+    # Every class can be called: what is asked for is that its instances can.
+    return any(method in base.__dict__ for base in component.__mro__[:-1])
 
 
 def builtin_folder() -> Path:
@@ -111,7 +137,10 @@ def builtin_folder() -> Path:
     Raises:
         ConfigError: another package called `components` is found first on the import path.
     """
-    spec = importlib.util.find_spec("components")
+    try:
+        spec = importlib.util.find_spec(BUILTIN_PACKAGE)
+    except ValueError:  # a module put into sys.modules by hand
+        spec = sys.modules[BUILTIN_PACKAGE].__spec__
     locations = list(spec.submodule_search_locations or []) if spec else []
     for location in map(Path, locations):
         if (location / "defaults.toml").is_file():
@@ -127,29 +156,57 @@ def builtin_folder() -> Path:
 def _load_builtin(kind: str) -> None:
     if kind in _loaded_kinds:
         return
-    folder = builtin_folder() / kind
-    for module in pkgutil.iter_modules([str(folder)]):
-        importlib.import_module(f"components.{kind}.{module.name}")
-    _loaded_kinds.add(kind)
+    _loaded_kinds.add(kind)  # first: components register while they are imported
+    try:
+        folder = builtin_folder() / kind
+        for module in pkgutil.iter_modules([str(folder)]):
+            _import(f"{BUILTIN_PACKAGE}.{kind}.{module.name}", f"{kind} components")
+    except ConfigError:
+        _loaded_kinds.discard(kind)
+        raise
 
 
-def _load_entry_points() -> None:
+def _import(module: str, key: str, **details: str | None) -> ModuleType:
+    """Import a module; whatever goes wrong in it is a ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        details.setdefault("value", module)
+        raise ConfigError(key, f"cannot be imported: {_said(error)}", **details) from error
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says, on one line, with the place in a file that cannot be parsed."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def load_entry_points() -> None:
+    """Import what installed distributions offer as `titan_prores.components`, once a process.
+
+    Raises:
+        ConfigErrors: those that cannot be loaded.
+    """
     global _loaded_entry_points
     if _loaded_entry_points:
         return
     _loaded_entry_points = True
+    errors = []
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        where = f"installed distribution {entry_point.dist.name}" if entry_point.dist else None
         try:
             entry_point.load()
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"entry point {entry_point.name}",
-                f"cannot be loaded: {type(error).__name__}: {error}",
-                value=entry_point.value,
-                where=entry_point.dist.name if entry_point.dist else None,
-            ) from error
+        except ConfigError as error:
+            error.where = error.where or where
+            errors.append(error)
+        except (Exception, SystemExit) as error:
+            errors.append(
+                ConfigError(f"entry point {entry_point.name}", f"cannot be loaded: {_said(error)}",
+                            value=entry_point.value, where=where)
+            )  # fmt: skip
+    if errors:
+        raise ConfigErrors(errors)
 
 
 def load_plugin(reference: str, relative_to: Path) -> None:
@@ -163,21 +220,19 @@ def load_plugin(reference: str, relative_to: Path) -> None:
     Raises:
         ConfigError: the file or module does not exist, or raises while it is imported.
     """
+    if not reference.endswith(".py"):
+        _import(reference, "import")
+        return
     try:
-        if reference.endswith(".py"):
-            path = (relative_to / reference).resolve()
-            if not path.is_file():
-                siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-                raise ConfigError(
-                    "import", f"no such file: {path}", value=reference, nearest=nearest(path.name, siblings)
-                )
-            _import_file(path)
-        else:
-            importlib.import_module(reference)
+        path = (relative_to / reference).resolve()
+        if not path.is_file():
+            siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            raise ConfigError("import", f"no such file: {path}", value=reference, nearest=nearest(path.name, siblings))
+        _import_file(path)
     except ConfigError:
         raise
-    except Exception as error:
-        raise ConfigError("import", f"cannot be imported: {type(error).__name__}: {error}", value=reference) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError("import", f"cannot be imported: {_said(error)}", value=reference) from error
 
 
 def _import_file(path: Path) -> None:
@@ -199,7 +254,7 @@ def names(kind: str) -> list[str]:
     """Registered names of `kind`, sorted."""
     _known_kind(kind)
     _load_builtin(kind)
-    _load_entry_points()
+    load_entry_points()
     return sorted(_table[kind])
 
 
@@ -222,16 +277,17 @@ def lookup(kind: str, name: str) -> type:
 
 def _import_object(kind: str, reference: str) -> type:
     module_name, _, attribute = reference.partition(":")
-    try:
-        component = getattr(importlib.import_module(module_name), attribute)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError("name", f"cannot be imported: {type(error).__name__}: {error}", value=reference) from error
-    _check_shape(kind, reference, component)
+    module = _import(module_name, "name", value=reference)
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            "name", f"{module_name} has no {attribute or 'object without a name'}", value=reference,
+            nearest=nearest(attribute, vars(module)),
+        )  # fmt: skip
+    component = getattr(module, attribute)
+    _check_shape(kind, "name", component)
     return component
 
 
 def summary(component: type) -> str:
-    """First line of the component's docstring."""
-    return (inspect.getdoc(component) or "(no docstring)").splitlines()[0]
+    """First line of the class's own docstring."""
+    return next(iter(inspect.cleandoc(component.__dict__.get("__doc__") or "").splitlines()), "(no docstring)")
