@@ -167,7 +167,8 @@ class Tree:
 
     Attributes:
         values: nested tables, as TOML gives them.
-        origins: key -> "file:line" or the command-line argument it came from.
+        origins: key -> "file:line" or the command-line argument it came from; of a table, the latest that wrote in it.
+        introduced: table -> the first that did.
         imports: plug-ins.
         outdated: keys given for a component that a later file or override replaced by another; they are dropped
             where the new component has no such key.
@@ -176,6 +177,7 @@ class Tree:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Key, str] = field(default_factory=dict)
+    introduced: dict[Key, str] = field(default_factory=dict)
     imports: list[Import] = field(default_factory=list)
     outdated: set[Key] = field(default_factory=set)
     errors: list[ConfigError] = field(default_factory=list)
@@ -208,7 +210,8 @@ class Tree:
                 if "name" in value and "name" in table and value["name"] != table["name"]:
                     self.outdated.update((*here, *k) for k in _flatten(table))
                 if origin:
-                    self.origins.setdefault(here, origin)
+                    self.origins[here] = origin
+                    self.introduced.setdefault(here, other.introduced.get(here, origin))
                 self._merge_table(table, value, here, other)
             elif isinstance(value, dict) != isinstance(mine.get(name, value), dict):
                 self.errors.append(self._conflict(here, mine[name], value, origin))
@@ -245,6 +248,10 @@ def _parse(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's own limit on the digits of an int
+        raise ValueError("an int of thousands of digits") from None
 
 
 def _impossible_values(values: Mapping[str, Any]) -> list[tuple[Key, Any, str]]:
@@ -376,7 +383,7 @@ def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = 
         if path.is_dir():
             raise fail("is a folder, not a TOML file")
         if not path.exists():
-            siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+            siblings = [p.name for p in path.parent.glob("*.toml") if p not in chain] if path.parent.is_dir() else []
             raise fail("no such file", nearest(path.name, siblings))
         if not path.is_file():
             raise fail("is not a regular file")

@@ -49,7 +49,7 @@ class Part:
 
 def resolve_section(
     section: type[Section], raw: Mapping[str, Any], key: Key, tree: Tree, errors: list[ConfigError],
-    origins: dict[str, str] | None = None,
+    origins: dict[str, str] | None = None, also: tuple[str, ...] = (),
 ) -> Section | None:  # fmt: skip
     """Validate one table. Faults are added to `errors`, all of them; returns None when there were any.
 
@@ -60,6 +60,7 @@ def resolve_section(
         tree: where values came from.
         errors: list that faults are appended to.
         origins: filled with dotted key -> origin for values that come from a preset.
+        also: keys of the table that the caller has taken out, to be named among those there are.
     """
     fields = section.model_fields
     values = {n: v for n, v in raw.items() if n in fields or (*key, n) not in tree.outdated}
@@ -101,7 +102,7 @@ def resolve_section(
             if _is_choice_of_types(fields.get(first)):  # has a fault for each of the types
                 reported.add(first)
                 fault = {**fault, "loc": (first,), "input": values[first]}
-            errors.append(_config_error(section, fault, key, tree))
+            errors.append(_config_error(section, fault, key, tree, also))
     except Exception as error:
         errors.append(_own_fault(section, error, key, tree))
     return typed if len(errors) == found else None
@@ -117,7 +118,7 @@ def _own_fault(section: type[Section], error: Exception, key: Key, tree: Tree) -
 
 def resolve_part(
     kind: str, raw: Any, key: Key, tree: Tree, errors: list[ConfigError], origins: dict[str, str] | None = None,
-    name: Any = None,
+    name: Any = None, also: tuple[str, ...] = (),
 ) -> Part | None:  # fmt: skip
     """The component that a table names, with its typed settings; None after adding to `errors`.
 
@@ -129,6 +130,7 @@ def resolve_part(
         errors: list that faults are appended to.
         origins: filled with dotted key -> origin for values that come from a preset.
         name: name of the component where the table has none.
+        also: keys of the table besides `name` that the caller has taken out.
     """
     where = tree.origin(key)
     if isinstance(raw, str):
@@ -158,7 +160,7 @@ def resolve_part(
         errors.append(error)
         return None
     settings = {n: v for n, v in raw.items() if n != "name"}
-    config = resolve_section(component.Config, settings, key, tree, errors, origins)
+    config = resolve_section(component.Config, settings, key, tree, errors, origins, ("name", *also))
     return None if config is None else Part(kind, name, component, config, dotted(key))
 
 
@@ -171,7 +173,9 @@ def _freeze(value: Any) -> Any:
     return value
 
 
-def _config_error(section: type[Section], fault: Mapping[str, Any], key: Key, tree: Tree) -> ConfigError:
+def _config_error(
+    section: type[Section], fault: Mapping[str, Any], key: Key, tree: Tree, also: tuple[str, ...]
+) -> ConfigError:
     """A pydantic fault in our own words."""
     location = tuple(str(part) for part in fault["loc"])
     full = (*key, *location)
@@ -179,10 +183,11 @@ def _config_error(section: type[Section], fault: Mapping[str, Any], key: Key, tr
     owner, info, annotation = _declaration(section, location)
     wanted = type_name(annotation) if annotation is not None else None
     if kind == "extra_forbidden":
-        hint = nearest(location[-1], owner.model_fields)
+        known = [*owner.model_fields, *(also if len(location) == 1 else ())]
+        hint = nearest(location[-1], known)
         return ConfigError(
             name, "unknown key", value=value, where=where, nearest=dotted((*full[:-1], hint)) if hint else None,
-            allowed=None if hint else sorted(owner.model_fields) or "no keys at all",
+            allowed=None if hint else sorted(known) or "no keys at all",
         )  # fmt: skip
     if kind == "missing":
         about = f"{wanted}: {info.description}" if info and info.description else wanted

@@ -343,7 +343,7 @@ def global_batch_size(training: Training, data_ranks: int) -> int:
             f"is not a multiple of training.local_batch_size {training.local_batch_size} x {data_ranks} data ranks",
             value=size,
             allowed=f"with this many ranks local_batch_size {', '.join(map(str, fitting))}" if fitting
-            else f"a multiple of {data_ranks}",
+            else f"a multiple of {data_ranks}, or -1",
         )  # fmt: skip
     return size
 
@@ -431,11 +431,11 @@ def _resolve_set(
                             where=tree.origin((*key, "enabled")), nearest=hint)
             )  # fmt: skip
         settings = {k: v for k, v in raw.items() if k != "enabled"}
-        part = resolve_part(kind, settings, key, tree, errors, origins, name=name)
+        part = resolve_part(kind, settings, key, tree, errors, origins, name=name, also=("enabled",))
         if part is not None:
             (on if enabled else off).append(part)
         # On because its table is there.
-        origins.setdefault(dotted((*key, "enabled")), tree.origin(key) or "default")
+        origins.setdefault(dotted((*key, "enabled")), tree.introduced.get(key, "default"))
     return on, off
 
 
