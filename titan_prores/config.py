@@ -7,6 +7,7 @@ nothing of torch or of any component by name.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import types
@@ -285,6 +286,8 @@ def _impossible(values: Mapping[str, Any], place: Callable[[Key], str]) -> list[
     return errors
 
 
+_LONG_QUOTES = ('"""', "'''")
+_QUOTED = re.compile(r"""\"{3}|'{3}|"(?:[^"\\]|\\.)*"|'[^']*'|#.*""")
 _HEADER = re.compile(r"^\s*(\[\[?)(.+?)\]\]?\s*(?:#.*)?$")
 _NAME = r"""(?:[\w-]+|"(?:[^"\\]|\\.)*"|'[^']*')"""
 _ASSIGNMENT = re.compile(rf"^\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*=")
@@ -314,7 +317,13 @@ def _key_lines(text: str, values: Mapping[str, Any]) -> dict[Key, int]:
             lines.setdefault(key[:length], number)
         return known
 
+    inside = ""  # the quotes of a string of several lines
     for number, line in enumerate(text.split("\n"), 1):
+        if inside:
+            if inside in line:
+                inside = ""
+            continue
+        inside = next((q for q in _QUOTED.findall(line) if q in _LONG_QUOTES and line.count(q) % 2), "")
         if (header := _HEADER.match(line)) and (key := split_key(header[2])):
             if header[1] == "[[":
                 array = (*in_newest(key[:-1]), key[-1])
@@ -356,7 +365,7 @@ def _shown_path(path: Path) -> str:
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except (ValueError, OSError, RuntimeError):
-        return str(path)
+        return os.path.normpath(path)
 
 
 def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = None) -> list[tuple[Path, Tree]]:
