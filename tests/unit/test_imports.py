@@ -1,0 +1,121 @@
+"""Who may import whom, by reading every import statement, and what is loaded when."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_prores.registry import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torchao", "datasets", "tokenizers", "wandb", "pyarrow", "zstandard", "transformers", "lm_eval"}
+
+
+def imports(source: str, *, top_only: bool = False) -> set[str]:
+    """Dotted names that a module imports; with `top_only` just those that importing the module imports too."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide who imports whom"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith(("import_module", "__import__"))
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.add(node.args[0].value)
+        if top_only and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return
+        if top_only and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(source))
+    return found
+
+
+def breaches(path: Path, source: str) -> list[str]:
+    """What is wrong with the imports of the file at `path`, relative to the checkout."""
+    wrong = []
+    for name in sorted(imports(source)):
+        package, *rest = name.split(".")
+        if package in ("scripts", "tests"):
+            wrong.append(f"{path} imports {name}")
+        if path.parts[0] == "titan_prores" and package == "components":
+            wrong.append(f"{path} imports the component {name}")
+        if path.parts[0] == "components" and package == "components" and rest[:1] != [path.parts[1]]:
+            wrong.append(f"{path} imports {name}, of another kind")
+    if path.parts[0] == "components":
+        heavy = {name for name in imports(source, top_only=True) if name.split(".")[0] in HEAVY}
+        wrong += [f"{path} imports {name} at its top" for name in sorted(heavy)]
+    return wrong
+
+
+def test_directions():
+    files = [f for package in ("titan_prores", "components") for f in sorted((ROOT / package).rglob("*.py"))]
+    assert len(files) > 30
+    found = [b for file in files for b in breaches(file.relative_to(ROOT), file.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("titan_prores/x.py", "import components.model.llama"),
+        ("titan_prores/x.py", "def f():\n    from components.model import llama"),
+        ("titan_prores/x.py", "import importlib\nimportlib.import_module('components.model.llama')"),
+        ("components/loss/x.py", "from components.model.llama import Llama"),
+        ("components/loss/x.py", "from components import model"),
+        ("components/loss/x.py", "import torchao.float8"),
+        ("components/loss/x.py", "try:\n    from datasets import load\nexcept ImportError:\n    pass"),
+        ("components/loss/x.py", "class A:\n    import wandb"),
+        ("components/loss/x.py", "import scripts.train"),
+    ],
+)
+def test_the_test_sees_a_breach(path, source):
+    assert breaches(Path(path), source) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "from components.loss.y import z",
+        "def f():\n    import wandb",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import datasets",
+    ],
+)
+def test_the_test_lets_the_rest_pass(source):
+    assert breaches(Path("components/loss/x.py"), source) == []
+
+
+def test_folders_are_kinds():
+    folders = {f.name for f in (ROOT / "components").iterdir() if f.is_dir() and f.name != "__pycache__"}
+    assert folders == set(KINDS)
+
+
+def loaded_after(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True,
+        check=True, timeout=60,
+    )  # fmt: skip
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_first_pass_loads_no_torch_and_no_component():
+    loaded = loaded_after("from titan_prores import cli, config, errors, parts, protocols, recipe, registry")
+    assert {"titan_prores.cli", "pydantic"} <= loaded
+    assert not loaded & ({"torch", "numpy", "rich", "tiktoken", "components"} | HEAVY)
+
+
+def test_all_components_load_nothing_heavy():
+    loaded = loaded_after("from titan_prores import cli\ncli.list_components()")
+    assert "components.model.llama" in loaded
+    assert not loaded & (HEAVY - {"torchao"})  # torch's own parts may look for torchao
