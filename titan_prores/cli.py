@@ -140,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(report(recipe, world_size), end="")
             else:
                 return train(recipe)
+        sys.stdout.flush()  # here, where a reader that is gone can be caught
     except ConfigError as error:
         return refuse([error])
     except ConfigErrors as several:
@@ -209,15 +210,9 @@ def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
         if rank == 0:
             logging.getLogger("titan_prores").warning("interrupted after step %d", trainer.step)
         return 130
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    from titan_prores.failures import report_failure
 
-    from titan_prores.failures import summarise
-
-    board = trainer.failures
-    text = board.account(error, rank, trainer.step + 1) if board else f"rank {rank} failed: {summarise(error, rank)}"
-    logging.getLogger("titan_prores").error(text, exc_info=error if os.environ.get("TITAN_PRORES_TRACEBACK") else None)
-    if isinstance(error, Exception):
-        get_error_handler().record_exception(error)  # torchrun's own summary names the first failing rank from this
+    report_failure(error, rank, trainer.step + 1, trainer.failures, trainer.log_file)
     return 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.log import logger
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -113,3 +115,33 @@ def own_connection(store: Store) -> Store:
 def _is_lost_peer(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
+
+
+def report_failure(
+    error: BaseException, rank: int, step: int, board: FailureBoard | None, log_file: Path | None
+) -> None:
+    """Say on this rank what ended the run, and let torchrun name the rank that failed first.
+
+    Args:
+        error: what was raised.
+        rank: of this process.
+        step: it worked on.
+        board: None while there is no process group.
+        log_file: where rank 0 leaves the traceback, if there is a run folder yet.
+    """
+    text = board.account(error, rank, step) if board else f"rank {rank} failed: {summarise(error, rank)}"
+    first = board is None or (board.first() or Failure(rank, step, "")).rank == rank
+    if rank == 0 and log_file is not None:
+        with log_file.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+        text += f"\n  traceback in {log_file}" if first else ""
+    logger.error(text)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if first and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    elif not first:
+        # torchrun takes for the cause what it sees end first, in whole seconds; it ends this rank once it has seen it.
+        time.sleep(PEER_GRACE_SECONDS)

@@ -36,6 +36,7 @@ class Trainer:
     Attributes:
         step: completed optimizer updates, passed-over batches included.
         failures: where a rank that fails says so.
+        log_file: train.log, on rank 0 once there is a run folder.
 
     Raises:
         ConfigError, ConfigErrors: the recipe does not fit the model, the data, the devices or the checkpoint.
@@ -44,6 +45,7 @@ class Trainer:
     step = 0
     skipped_in_a_row = 0
     failures: FailureBoard | None = None
+    log_file: Path | None = None
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe = recipe
@@ -60,7 +62,8 @@ class Trainer:
         self.failures = FailureBoard(self.mesh.store)
         self.run = RunFolder(Path(recipe.job.dump_folder), is_main=self.mesh.is_main)
         self.mesh.on_main(self.run.open)
-        setup(self.run.log_file if self.mesh.is_main else None, world.rank, world.size)
+        self.log_file = self.run.log_file if self.mesh.is_main else None
+        setup(self.log_file, world.rank, world.size)
 
         self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
         self.checkpointer = self._checkpointer()
@@ -147,7 +150,7 @@ class Trainer:
         return {"step": self.step, "run_folder": str(self.run.path), "tokens_per_second": speed, **self.last_validation}
 
     def train_step(self) -> None:
-        """One optimizer update."""
+        """One optimizer update: number `self.step + 1`."""
         for transform in self.transforms:
             transform.before_step(self.step)
         factor = self.parts.lr_scheduler.factor(self.step)
@@ -171,15 +174,15 @@ class Trainer:
         grad_norm = self._clip_gradients()
         loss_sum = self.mesh.sum_over_data(loss_sum)
         loss_value, norm_value = torch.stack([loss_sum, grad_norm]).tolist()  # the one wait for the device
-        self.step += 1
-        self.samples += self.batch_size
         probed = {}
         for metric in self.metrics:
-            probed |= metric.measure(self.step, self.model)
+            probed |= metric.measure(self.step + 1, self.model)
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.samples += self.batch_size
         for transform in self.transforms:
             transform.after_step(self.step)
         self._log_step(loss_value, norm_value, factor, probed, skipped=not finite)

@@ -143,13 +143,14 @@ def test_reference_has_gradients_where_expected(reference: dict[str, Any]) -> No
     assert reference["baseline"]["losses"][-1] < reference["baseline"]["losses"][0] - 0.5
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp2x2"])
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.slow)])
 def test_layout_equals_one_process(layout: str, folder: Path, reference: dict[str, Any]) -> None:
     runs = run_layout(layout, folder)
     for variant in VARIANTS:
         assert_same_run(runs[variant], reference[variant])
 
 
+@pytest.mark.slow
 def test_comparison_notices_what_is_wrong(folder: Path, reference: dict[str, Any]) -> None:
     """Negative controls: weights drawn shard by shard, and gradients divided twice."""
     runs = run_layout("fsdp2", folder, break_it=True)

@@ -1,0 +1,115 @@
+"""Runs scripts/train.py as a user does, and sees to it that no process of it is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+MARK = "TITAN_PRORES_TEST_LAUNCH"
+TRAIN = REPOSITORY / "scripts" / "train.py"
+CORPUS = REPOSITORY / "tests" / "data" / "corpus.txt"
+
+
+@dataclass
+class Finished:
+    """How a launch ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def command(*arguments: str, ranks: int = 1) -> list[str]:
+    """plain python for one rank, torchrun for more."""
+    if ranks == 1:
+        return [sys.executable, str(TRAIN), *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*launcher, str(TRAIN), *arguments]
+
+
+def start(*arguments: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen:
+    """Start a launch whose processes can all be told by a mark in their environment; `finish` ends it."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
+    process = subprocess.Popen(
+        command(*arguments, ranks=ranks), cwd=cwd or REPOSITORY, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.mark = environment[MARK]
+    return process
+
+
+def processes_of(launched: subprocess.Popen) -> list[psutil.Process]:
+    """Live processes of a launch; torchrun puts its ranks into sessions of their own."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == launched.mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> Finished:
+    """Wait for the end; fails when it takes too long or leaves a process behind."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        out, err = process.communicate()
+        raise AssertionError(f"not done after {timeout} s:\n{out}\n{err}") from None
+    deadline = time.monotonic() + 5
+    while (left := processes_of(process)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _kill(process)
+    assert not left, f"left behind: {left}"
+    return Finished(process.returncode, out, err)
+
+
+def _kill(launched: subprocess.Popen) -> None:
+    for process in processes_of(launched):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def launch(*arguments: str, ranks: int = 1, cwd: Path | None = None, status: int | None = 0) -> Finished:
+    """Run to the end; fails unless the exit status is `status` (None = any)."""
+    finished = finish(start(*arguments, ranks=ranks, cwd=cwd))
+    assert status is None or finished.status == status, f"status {finished.status}:\n{finished.text}"
+    return finished
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> training loss; fails when a step occurs twice."""
+    found = [(row["step"], row["loss"]) for row in rows(folder) if "loss" in row]
+    assert len(dict(found)) == len(found), "a step occurs twice"
+    return dict(found)
+
+
+def debug(folder: Path, *overrides: str) -> list[str]:
+    """Arguments for the debug recipe on the fixed corpus, with nothing outside `folder`."""
+    return [
+        "--config", str(REPOSITORY / "train_configs" / "debug.toml"), f"--job.dump_folder={folder}",
+        "--dataset.name=text", f"--dataset.files=[{str(CORPUS)!r}]", "--dataset.txt_document=paragraph",
+        "--dataset.validation_fraction=0.1", f"--dataset.cache_folder={folder.parent / 'cache'}", *overrides,
+    ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""Stop and resume, as a user does it: bitwise on the same ranks, within rounding on others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch import CORPUS, debug, launch, losses, rows
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> dict[int, Path]:
+    """Rank count -> run folder of 20 steps without a stop, with checkpoints of steps 10 and 20."""
+    runs = {}
+    for ranks in (1, 2):
+        runs[ranks] = folder / f"straight-{ranks}"
+        launch(*debug(runs[ranks]), ranks=ranks)
+        assert sorted(losses(runs[ranks])) == list(range(1, 21))
+    return runs
+
+
+def resumed(folder: Path, straight: Path, name: str, ranks: int, *overrides: str) -> Path:
+    """Go on from the straight run's checkpoint of step 10, in a folder that holds nothing else."""
+    run = folder / name
+    (run / "checkpoint").mkdir(parents=True)
+    shutil.copytree(straight / "checkpoint/step-00000010", run / "checkpoint/step-00000010")
+    launch(*debug(run, "--checkpoint.resume=must", *overrides), ranks=ranks)
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stop_and_resume_is_bitwise_the_straight_run(ranks: int, folder: Path, straight: dict[int, Path]) -> None:
+    run = folder / f"stopped-{ranks}"
+    stopped = launch(*debug(run, "--training.stop_after=10"), ranks=ranks)
+    assert "starting at step 0" in stopped.text and sorted(losses(run)) == list(range(1, 11))
+    again = launch(*debug(run), ranks=ranks)
+    assert "resuming at step 10, the newest of 1" in again.text
+    assert losses(run) == losses(straight[ranks])
+    validation = [row for row in rows(run) if "validation_loss" in row]
+    assert validation == [row for row in rows(straight[ranks]) if "validation_loss" in row]
+    norms = [row["grad_norm"] for row in rows(run) if "loss" in row]
+    assert norms == [row["grad_norm"] for row in rows(straight[ranks]) if "loss" in row]
+    done = launch(*debug(run), ranks=ranks)
+    assert "nothing left to train" in done.text and losses(run) == losses(straight[ranks])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_resume_on_other_ranks(before: int, after: int, folder: Path, straight: dict[int, Path]) -> None:
+    """Same samples, so the next ten losses are those of the run that stays, up to rounding."""
+    run = resumed(folder, straight[before], f"from-{before}-to-{after}", after)
+    control = {step: loss for step, loss in losses(straight[before]).items() if step > 10}
+    found = losses(run)
+    assert found.keys() == control.keys()
+    assert max(abs(found[step] - control[step]) for step in control) <= 1e-5
+
+
+def test_resume_with_other_microbatches_and_workers(folder: Path, straight: dict[int, Path]) -> None:
+    run = resumed(
+        folder, straight[1], "other-microbatches", 1, "--training.local_batch_size=8", "--dataset.num_workers=2"
+    )
+    control = losses(straight[1])
+    assert max(abs(loss - control[step]) for step, loss in losses(run).items()) <= 1e-5
+
+
+def test_resume_at_a_step_sets_later_work_aside(folder: Path, straight: dict[int, Path]) -> None:
+    run = folder / "aside"
+    shutil.copytree(straight[1], run)
+    finished = launch(*debug(run, "--checkpoint.resume=10", "--training.stop_after=15"))
+    assert "resuming at step 10, as checkpoint.resume says" in finished.text
+    assert losses(run) == {step: loss for step, loss in losses(straight[1]).items() if step <= 15}
+    aside = rows(run, "metrics.after-step-10.jsonl")
+    assert [row["step"] for row in aside if "loss" in row] == list(range(11, 21))
+    assert (run / "checkpoint/set-aside-1/step-00000020/meta.json").is_file()
+    # The newest is of the new course, not the one set aside.
+    assert "nothing left" in launch(*debug(run, "--training.stop_after=15")).text
+    assert "resuming at step 15" in launch(*debug(run)).text
+    assert losses(run) == losses(straight[1])
+
+
+def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int, Path]) -> None:
+    run = folder / "refused"
+    shutil.copytree(straight[1], run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "train.log"}
+
+    def refused(*overrides: str) -> str:
+        finished = launch(*debug(run, *overrides), status=2)
+        assert "Traceback" not in finished.text
+        return finished.err
+
+    assert "would start again at step 0 over existing checkpoints" in refused("--checkpoint.resume=never")
+    assert "no checkpoint of this step" in refused("--checkpoint.resume=7")
+    message = refused("--model.n_layers=3", "--training.seed=1", "--transforms.prores.residual_schedule.T=3")
+    for key in ("model.n_layers = 3: was 4", "training.seed = 1: was 0", "prores.residual_schedule.T = 3.0: was 2.0"):
+        assert key in message
+    assert "global_batch_size = -1: was 16" in refused("--training.global_batch_size=-1")
+    assert "dataset.name = 'python_stdlib': was 'text'" in refused("--dataset.name=python_stdlib")
+    # Where the text lies is free to change, what it says is not.
+    (folder / "moved.txt").write_text(CORPUS.read_text())
+    (folder / "changed.txt").write_text(CORPUS.read_text() + "\nOne more paragraph.\n")
+    launch(*debug(run, f"--dataset.files=['{folder / 'moved.txt'}']"))
+    assert "not what it was" in refused(f"--dataset.files=['{folder / 'changed.txt'}']")
+    assert "nothing to resume" in launch(
+        *debug(folder / "empty", "--checkpoint.resume=must"), status=2
+    ).err  # fmt: skip
+    written_by_the_moved_run = ("recipe", "env", "train.log")
+    for path, content in before.items():
+        assert path.name.startswith(written_by_the_moved_run) or path.read_bytes() == content, path
+
+
+def test_free_changes_go_on_and_are_said(folder: Path, straight: dict[int, Path]) -> None:
+    run = resumed(folder, straight[1], "free", 1, "--optimizer.lr=1e-3", "--metrics.log_freq=5")
+    log = (run / "train.log").read_text()
+    assert "changed since the checkpoint: optimizer.lr: 0.003 -> 0.001" in log
+    assert rows(run)[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_half_written_checkpoint_is_not_trusted(folder: Path, straight: dict[int, Path]) -> None:
+    run = folder / "half"
+    shutil.copytree(straight[1], run)
+    (run / "checkpoint/step-00000020").rename(run / "checkpoint/.unfinished-step-00000020")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "lo')  # a writer that was killed
+    finished = launch(*debug(run))
+    assert "resuming at step 10" in finished.text
+    assert losses(run) == losses(straight[1])
+    assert sorted(p.name for p in (run / "checkpoint").iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_checkpoint_says_what_it_is_of(straight: dict[int, Path]) -> None:
+    meta = json.loads((straight[2] / "checkpoint/step-00000010/meta.json").read_text())
+    assert meta["step"] == 10 and meta["samples"] == 160 and meta["mesh"]["dp_shard"] == 2
+    assert meta["recipe"]["model"]["n_layers"] == 4 and meta["recipe"]["transforms"]["prores"]["enabled"] is True

@@ -1,0 +1,297 @@
+"""What a run leaves behind, parts of one's own, and how failures end."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch import REPOSITORY, debug, finish, launch, losses, processes_of, rows, start
+
+pytestmark = pytest.mark.timeout(300)
+
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+
+
+def test_debug_run_leaves_what_it_should(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = launch(
+        *debug(run, "--metrics.tensorboard.enabled=true", "--metrics.layer_grad_norm.every_steps=1",
+               "--profiling.enable_profiling=true", "--training.deterministic=true", "--training.gc_freq=5"),
+    )  # fmt: skip
+    for name in ("recipe.toml", "env.json", "train.log", "metrics.jsonl", "tensorboard", "checkpoint", "profile_trace"):
+        assert (run / name).exists(), name
+    for word in ("validation   loss", "tokens/s", f"run folder   {run}", "finished     step 20"):
+        assert word in finished.out
+    steps = [row for row in rows(run) if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 21))
+    for row in steps:
+        t, k = row["step"] - 1, row["step"]  # update k shows what it used
+        assert row["tokens"] == k * 16 * 64
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert row["lr"] == pytest.approx(3e-3 * (t / 5 if t < 5 else (20 - t) / 2 if 20 - t < 2 else 1))
+        assert row["alpha"] == pytest.approx([min(t / (2 * layer), 1) for layer in (1, 2, 3, 4)], rel=1e-6)
+        assert (row["alpha_min"], row["alpha_max"]) == (min(row["alpha"]), max(row["alpha"]))
+        assert len(row["layer_grad_norm"]) == 4 and row["tokens_per_second"] > 0 and row["memory_gib"] > 0
+    assert steps[0]["layer_grad_norm"] == [0.0] * 4  # alpha = 0
+    validation = [row for row in rows(run) if "validation_loss" in row]
+    assert [row["step"] for row in validation] == [10, 20]
+    assert validation[1]["validation_perplexity"] == pytest.approx(math.exp(validation[1]["validation_loss"]))
+    assert validation[1]["validation_loss"] < validation[0]["validation_loss"] < math.log(257)
+    environment = json.loads((run / "env.json").read_text())
+    assert environment["versions"]["torch"] and environment["mesh"]["dp_shard"] == 1
+    # The resolved recipe is a recipe: it asks for the very same run.
+    again = launch("--config", str(run / "recipe.toml"))
+    assert "nothing left to train" in again.text and "changed since" not in again.text
+
+
+@pytest.mark.slow
+def test_losses_of_the_debug_recipe_are_the_golden_ones(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Relative 1e-4; `pytest --update-golden` rewrites them."""
+    import torch
+
+    found = {}
+    for name, overrides in {"prores": [], "baseline": ["--transforms.prores.enabled=false"]}.items():
+        launch(*debug(tmp_path / name, *overrides))
+        found[name] = list(losses(tmp_path / name).values())
+    if request.config.getoption("--update-golden"):
+        GOLDEN.write_text(json.dumps({"torch": torch.__version__, **found}, indent=1) + "\n")
+    golden = json.loads(GOLDEN.read_text())
+    for name, values in found.items():
+        assert values == pytest.approx(golden[name], rel=1e-4), f"{name} (golden values from torch {golden['torch']})"
+
+
+OWN_PARTS = '''
+import numpy as np
+from titan_prores.config import Section, setting
+from titan_prores.protocols import DatasetSection
+from titan_prores.registry import register
+
+
+@register("residual_schedule", "all-or-nothing")
+class AllOrNothing:
+    """A layer is switched on when its turn comes."""
+
+    class Config(Section):
+        every: int = setting(3, "updates between layers", unit="optimizer steps", gt=0)
+
+    def __init__(self, config, *, n_layers):
+        self.every, self.n_layers = config.every, n_layers
+
+    def alpha(self, step):
+        return (np.arange(self.n_layers) * self.every <= step).astype(np.float64)
+
+
+@register("lr_scheduler", "sawtooth")
+class Sawtooth:
+    """Up and down again."""
+
+    class Config(Section):
+        period: int = setting(4, "length of a tooth", gt=0)
+
+    def __init__(self, config, *, total_steps):
+        self.period = config.period
+
+    def factor(self, step):
+        return (step % self.period + 1) / self.period
+
+
+@register("dataset", "counting")
+class Counting:
+    """Numbers, one a document."""
+
+    class Config(DatasetSection):
+        limit: int = setting(5000, "how far to count", gt=0)
+
+    def __init__(self, config):
+        self.config = config
+
+    def documents(self):
+        yield from (f"this is number {number}" for number in range(self.config.limit))
+
+    def fingerprint(self):
+        return f"counting to {self.config.limit}"
+'''
+
+
+def test_components_of_ones_own_from_outside_the_checkout(tmp_path: Path) -> None:
+    """An alpha schedule, an LR schedule and a data set in a folder of a user's, with no change here."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "parts.py").write_text(OWN_PARTS)
+    (project / "own.toml").write_text(f'''
+base = "{REPOSITORY / "train_configs/debug.toml"}"
+import = "./parts.py"
+[dataset]
+name = "counting"
+cache_folder = "{tmp_path / "cache"}"
+[lr_scheduler]
+name = "sawtooth"
+[transforms.prores]
+residual_schedule = {{ name = "all-or-nothing", every = 2 }}
+[job]
+dump_folder = "run"
+''')
+    launch("--config", "own.toml", ranks=2, cwd=project)
+    steps = [row for row in rows(project / "run") if "loss" in row]
+    assert [row["lr"] for row in steps[:5]] == pytest.approx([3e-3 * f for f in (0.25, 0.5, 0.75, 1, 0.25)])
+    assert [row["alpha"] for row in steps[:4]] == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert steps[-1]["loss"] < 4
+    wrong = launch("--config", "own.toml", "--transforms.prores.residual_schedule.evry=2", cwd=project, status=2)
+    assert "did you mean transforms.prores.residual_schedule.every?" in wrong.err
+    assert "all-or-nothing" in launch("--config", "own.toml", "--check", cwd=project).out
+
+
+FAULTY_PARTS = '''
+import os, signal, torch
+import torch.distributed as dist
+from titan_prores.config import Section, setting
+from titan_prores.protocols import Metric
+from titan_prores.registry import lookup, register
+
+
+@register("metrics", "trouble")
+class Trouble(Metric):
+    """Fails as told."""
+
+    class Config(Section):
+        rank: int = setting(1, "which rank")
+        step: int = setting(3, "in which step")
+        how: str = setting("raise", "raise, kill or sleep")
+
+    def measure(self, step, model):
+        c = self.config
+        if step == c.step and dist.get_rank() == c.rank:
+            if c.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if c.how == "sleep":
+                import time
+                time.sleep(3600)
+            raise ValueError("the sprocket has come off")
+        return {}
+
+
+@register("loss", "sometimes_nan")
+class SometimesNaN(lookup("loss", "cross_entropy")):
+    """Cross-entropy, but not a number for one microbatch in 4 optimizer steps."""
+
+    calls = 0
+
+    class Config(Section):
+        bad_calls: tuple[int, ...] = setting((9,), "which microbatches of rank 0, from 1")
+
+    def __init__(self, config):
+        self.bad = config.bad_calls
+
+    def __call__(self, logits, labels):
+        value = super().__call__(logits, labels)
+        if torch.is_grad_enabled() and dist.get_rank() == 0:
+            self.calls += 1
+            if self.calls in self.bad:
+                return value * float("nan")
+        return value
+'''
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> list[str]:
+    (tmp_path / "faulty.py").write_text(FAULTY_PARTS)
+    return debug(tmp_path / "run", f"--import={tmp_path / 'faulty.py'}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failure_on_one_rank_ends_all_with_one_summary(how: str, faulty: list[str], tmp_path: Path) -> None:
+    finished = launch(*faulty, "--metrics.trouble.enabled=true", f"--metrics.trouble.how={how}", ranks=2, status=None)
+    assert finished.status not in (0, None)
+    if how == "raise":
+        assert finished.err.count("rank 1 failed in step 3: ValueError: the sprocket has come off") == 1
+        assert "stopped: rank 1 failed first" in finished.err
+    else:
+        assert "SIGKILL" in finished.err
+    # torchrun's own summary agrees.
+    assert re.search(r"Root Cause .*\n\[0\]:\n.*\n.*\n\s+rank\s+: 1 ", finished.err), finished.err
+    assert sorted(losses(tmp_path / "run")) in ([1, 2], [1, 2, 3])
+
+
+@pytest.mark.slow
+def test_the_late_rank_is_named(faulty: list[str], tmp_path: Path) -> None:
+    finished = launch(
+        *faulty, "--metrics.trouble.enabled=true", "--metrics.trouble.how=sleep", "--comm.train_timeout_seconds=4",
+        ranks=2, status=None,
+    )  # fmt: skip
+    assert finished.status not in (0, None)
+    assert "late: rank 1 (step 3" in finished.err
+
+
+@pytest.mark.slow
+def test_interrupt_leaves_no_process_and_can_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(*debug(run, "--training.steps=5000", "--dataset.num_workers=1"), ranks=2)
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or len(rows_so_far(run)) < 15:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(processes_of(process)) >= 5  # torchrun, two ranks, a worker each
+    process.send_signal(signal.SIGINT)
+    finished = finish(process, timeout=60)  # fails when a process is left
+    assert finished.status != 0
+    assert "Traceback" not in "\n".join(line for line in finished.err.splitlines() if "[rank" in line)
+    launch(*debug(run, "--training.steps=5000", "--training.stop_after=20"), ranks=2)
+    assert sorted(losses(run)) == list(range(1, 21))
+
+
+def rows_so_far(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_nonfinite_loss_stops_or_is_passed_over(faulty: list[str], tmp_path: Path) -> None:
+    stopped = launch(*faulty, "--loss.name=sometimes_nan", ranks=2, status=None)
+    assert stopped.status not in (0, None) and "NonFiniteError: step 5: loss nan" in stopped.err
+    again = [a.replace(str(tmp_path / "run"), str(tmp_path / "skip")) for a in faulty]
+    launch(*again, "--loss.name=sometimes_nan", "--training.on_nonfinite=skip", ranks=2)
+    steps = [row for row in rows(tmp_path / "skip") if "loss" in row]
+    assert [row["step"] for row in steps if row.get("skipped")] == [5] and steps[4]["loss"] == "NaN"
+    assert all(isinstance(row["loss"], float) for row in steps if row["step"] != 5) and len(steps) == 20
+    endless = [a.replace(str(tmp_path / "run"), str(tmp_path / "endless")) for a in faulty]
+    failed = launch(
+        *endless, "--loss.name=sometimes_nan", "--training.on_nonfinite=skip", "--training.max_nonfinite_skips=2",
+        "--loss.bad_calls=[9, 11, 13]", ranks=2, status=None,
+    )  # fmt: skip
+    assert failed.status not in (0, None) and "after 2 batches passed over in a row" in failed.err
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(*debug(run, "--training.steps=5000"))
+    while not (run / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    second = launch(*debug(run), status=2)
+    assert "job.dump_folder" in second.err and "another run" in second.err
+    process.send_signal(signal.SIGINT)
+    assert finish(process).status == 130
+
+
+def test_wrong_recipe_exits_2_before_anything_is_written(tmp_path: Path) -> None:
+    finished = launch(*debug(tmp_path / "run", "--training.stpes=5"), status=2)
+    assert "did you mean training.steps?" in finished.err and not (tmp_path / "run").exists()
+    finished = launch(*debug(tmp_path / "run", "--optimizer.groups=[{patterns=['*.wieght']}]"), status=2)
+    assert "matches no parameter" in finished.err and not (tmp_path / "run").exists()
+
+
+def test_check_prints_what_a_run_would_be_for_any_world_size() -> None:
+    finished = launch(
+        "--config", "train_configs/debug.toml", "--check", "--world-size=8", "--training.global_batch_size=32",
+        "--parallelism.data_parallel_replicate_degree=2",
+    )  # fmt: skip
+    for word in ("dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks", "1. prores: 8 residual adds scaled, linear (T = 2)",
+                 "2. fsdp: HSDP, 2 replicas of 4 shards", "234,176", "32 = 8 data ranks x 4 sequences"):  # fmt: skip
+        assert word in finished.out.replace("2,048", "32"), word
