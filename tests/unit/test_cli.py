@@ -1,0 +1,190 @@
+"""The command line: parsing, help, and what --check says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_prores import cli, config, registry
+from titan_prores.cli import Options, describe, list_components, parse
+from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.recipe import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--config", "a.toml"], Options(config=Path("a.toml"))),
+        (["--config=a=b.toml", "--check"], Options(config=Path("a=b.toml"), check=True)),
+        (["--config=a", "--check", "--world-size", "8"], Options(config=Path("a"), check=True, world_size=8)),
+        (["--config=a", "--check", "--world-size=8"], Options(config=Path("a"), check=True, world_size=8)),
+        (["--help"], Options(help="")),
+        (["-h", "model.llama"], Options(help="model.llama")),
+        (["--list-components"], Options(list_components="")),
+        (["--list-components", "model"], Options(list_components="model")),
+        (
+            ["--a.b=1", "--config", "x", "--a.c", "2", "--d.e", "-1", "--import=./p.py"],
+            Options(config=Path("x"), overrides=["--a.b=1", "--a.c=2", "--d.e=-1", "--import=./p.py"]),
+        ),
+        (["--config", "x", "--a.b="], Options(config=Path("x"), overrides=["--a.b="])),
+    ],
+)
+def test_parse(arguments, expected):
+    assert parse(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        ([], ["--config"]),
+        (["--config"], ["--config"]),
+        (["--config="], ["--config"]),
+        (["--config", "--check"], ["--config"]),
+        (["--config=a", "--world-size=2"], ["--world-size"]),
+        (["--config=a", "--check", "--world-size=-2", "x", "--y", "--a.b"], ["--world-size", "x", "--y", "--a.b"]),
+    ],
+)
+def test_parse_refuses_all_at_once(arguments, keys):
+    with pytest.raises(ConfigErrors) as caught:
+        parse(arguments)
+    assert [error.key for error in caught.value.errors] == keys
+
+
+def test_help(capsys):
+    assert cli.main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(flag in usage for flag in cli.FLAGS)
+    assert all(len(line) <= 120 for line in usage.splitlines())
+    assert cli.main(["--help", "training"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("[training]  The training loop.\n")
+    assert "  steps: int = 1000 optimizer steps   [> 0]\n      length of the run" in text
+    assert '  dtype: "float32" | "bfloat16" = "float32"\n' in text
+    assert "  stop_after: int = (not set), in optimizer steps   [> 0]\n" in text
+
+
+def test_help_of_components():
+    assert "  decay_ratio: float = 0.1   [>= 0, <= 1]\n" in describe("lr_scheduler.wsd")
+    assert "  dim: int = 64 from flavor debug   [> 0]\n" in describe("model.llama")
+    assert "  path: string (required)\n" in describe("tokenizer.tiktoken_file")
+    assert '  special_tokens: list of string | table of int = ["<|endoftext|>"]\n' in describe(
+        "tokenizer.tiktoken_file"
+    )
+    assert "        patterns: list of string (required)\n" in describe("optimizer.adamw")  # inside `groups`
+    assert '  residual_schedule: residual_schedule = { name = "linear" }\n' in describe("transform.prores")
+    assert "(no keys)" in describe("loss.cross_entropy")
+    # By the section's name too; and without a name, what there is.
+    assert describe("validation.perplexity") == describe("validator.perplexity")
+    assert describe("transforms.prores") == describe("transform.prores")
+    for section in SECTIONS:
+        assert describe(section)
+    assert "  wsd " in describe("lr_scheduler")
+    assert describe("metrics").startswith("[metrics]") and "  jsonl " in describe("metrics")
+
+
+@pytest.mark.parametrize(
+    ("topic", "nearest"), [("trainign", "training"), ("modle.llama", "model"), ("model.lama", "llama"), ("x", None)]
+)
+def test_help_of_nothing(topic, nearest):
+    with pytest.raises(ConfigError) as caught:
+        describe(topic)
+    assert caught.value.nearest == nearest and str(caught.value).startswith("--help")
+
+
+def test_list_components():
+    text = list_components()
+    for kind, about in registry.KINDS.items():
+        assert f"{kind}: {about.summary}\n" in text
+        for name in registry.names(kind):
+            assert re.search(rf"^  {re.escape(name)} +\S", text, re.MULTILINE)
+    assert list_components("loss") == (
+        f"loss: {registry.KINDS['loss'].summary}\n  cross_entropy  Cross-entropy of the next token, computed in fp32.\n"
+    )
+    with pytest.raises(ConfigError, match=r"did you mean lr_scheduler\?"):
+        list_components("lr_schedulers")
+
+
+def check(capsys, *arguments: str) -> str:
+    assert cli.main(["--config", DEBUG, "--check", *arguments]) == 0
+    assert not torch.distributed.is_initialized(), "the fake process group is gone"
+    return capsys.readouterr().out
+
+
+def test_check_of_the_debug_recipe(capsys, tmp_path):
+    report = check(capsys)
+    assert "steps = 20  # train_configs/debug.toml:" in report
+    line = r"# train_configs/debug.toml:\d+"
+    assert re.search(rf'^name = "linear"  {line}\nT = 2.0  {line}$', report, re.MULTILINE)
+    assert "dim = 64  # flavor debug" in report and 'name = "bytes"  # components/defaults.toml:8' in report
+    # 257 x 64 twice, 4 blocks of 4 x 64^2 + 3 x 64 x 176 + 2 x 64, and the last norm.
+    parameters = 2 * 257 * 64 + 4 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64
+    assert f"parameters       {parameters:,} (0.23M)" in report
+    assert "mesh             dp_replicate 1 x dp_shard 1 x tp 1 = 1 rank\n" in report
+    assert "transforms       1. prores: 8 residual adds scaled, linear (T = 2)\n                 2. fsdp: " in report
+    assert "tokens a step    1,024 = 1 data rank x 4 sequences x 64 tokens x 4 microbatches\n" in report
+    assert "tokens in all    20,480 in 20 steps\n" in report
+    assert re.search(rf"^  parameters +{4 * parameters:,} ", report, re.MULTILINE)
+    # Up to the numbers it is a recipe, the same one.
+    (tmp_path / "again.toml").write_text(report.split("\n\nmesh")[0])
+    again = config.load(tmp_path / "again.toml").values
+    assert again["transforms"]["prores"]["residual_schedule"] == {"name": "linear", "T": 2.0}
+
+
+def test_check_for_eight_ranks(capsys):
+    whole = check(capsys)
+    report = check(capsys, "--world-size=8", "--parallelism.data_parallel_replicate_degree=2",
+                   "--training.local_batch_size=2")  # fmt: skip
+    assert "mesh             dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks\n" in report
+    assert "HSDP, 2 replicas of 4 shards" in report
+    assert "tokens a step    1,024 = 8 data ranks x 2 sequences x 64 tokens x 1 microbatch\n" in report
+
+    def held(text: str, what: str) -> int:
+        return int(re.search(rf"^  {what} +([\d,]+) ", text, re.MULTILINE)[1].replace(",", ""))
+
+    for what in ("parameters", "gradients", "optimizer", "together"):
+        # A quarter, but that rows do not always divide evenly.
+        assert held(whole, what) / 4 <= held(report, what) < held(whole, what) / 4 * 1.02
+    assert "parameters       234,176" in report and "parameters       234,176" in whole  # of the model as a whole
+
+
+def test_world_size_comes_from_torchrun(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "= 2 ranks\n" in check(capsys)
+    assert "= 4 ranks\n" in check(capsys, "--world-size=4")
+
+
+def test_check_that_fails_for_another_reason_is_one_line(capsys, monkeypatch):
+    import titan_prores.check
+
+    def broken(recipe, world_size):
+        raise RuntimeError("no words\nfor this")
+
+    monkeypatch.setattr(titan_prores.check, "report", broken)
+    assert cli.main(["--config", DEBUG, "--check"]) == 1
+    assert capsys.readouterr().err.startswith("error: --check failed: RuntimeError: no words for this\n")
+    monkeypatch.setenv("TITAN_PRORES_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="no words"):
+        cli.main(["--config", DEBUG, "--check"])
+
+
+def test_a_reader_that_has_had_enough():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "scripts/train.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
