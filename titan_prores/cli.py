@@ -38,7 +38,7 @@ Train a language model from a TOML recipe.
 Exit status: 0 the run went well, 2 the recipe or command line is wrong, 130 interrupted, 1 anything else.
 """
 
-MOST_RANKS = 1_000_000
+MOST_RANKS = 100_000
 FLAGS = ("--config", "--check", "--world-size", "--list-components", "--help")
 
 
