@@ -10,4 +10,16 @@ install_titan_prores
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 set -- torchrun --standalone --nproc_per_node 2 scripts/train.py --config train_configs/quickstart.toml "$@"
 say "$*"
-exec "$@"
+status=0
+"$@" || status=$?
+[ "$status" -eq 0 ] || exit "$status"
+
+cat <<'NEXT'
+
+what to try next
+  look at the curves         tensorboard --logdir outputs
+  the same without ProRes    bash scripts/quickstart.sh --transforms.prores.enabled=false \
+                               --job.dump_folder=outputs/quickstart-baseline
+  stop and go on             start a run, press Ctrl-C, start it again: it resumes at its newest checkpoint
+  train it again from 0      bash scripts/quickstart.sh --job.dump_folder=outputs/quickstart-2
+NEXT

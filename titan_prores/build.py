@@ -60,8 +60,12 @@ def build_components(recipe: Recipe) -> Components:
 
     def build_model() -> nn.Module:
         vocab_size = tokenizer.n_vocab if tokenizer is not None else 1
-        with torch.device("meta"):
-            return slots["model"].build(vocab_size=vocab_size, seq_len=training.seq_len).to(DTYPES[training.dtype])
+        try:
+            with torch.device("meta"):
+                model = slots["model"].build(vocab_size=vocab_size, seq_len=training.seq_len)
+            return model.to(DTYPES[training.dtype])
+        except (RuntimeError, ValueError, OverflowError) as error:  # such as a size that no tensor can have
+            raise ConfigError("model", f"cannot be built: {error}") from error
 
     tokenizer = attempt(slots["tokenizer"].build)
     dataset = attempt(slots["dataset"].build)

@@ -123,7 +123,6 @@ def _world_size(key: str, text: str, errors: list[ConfigError]) -> int | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    recipe = None
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.help is not None:
@@ -149,13 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        if recipe is None or "TITAN_PRORES_TRACEBACK" in os.environ:
-            raise
-        # A component that cannot be built for a reason it has no words for.
-        print(f"error: --check failed: {' '.join(f'{type(error).__name__}: {error}'.split())}", file=sys.stderr)
-        print("set TITAN_PRORES_TRACEBACK=1 to see where", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -177,9 +169,9 @@ def train(recipe: Recipe) -> int:
 
     world = World.from_environment()
     setup(None, world.rank, world.size)
-    trainer = Trainer.__new__(Trainer)  # so that a failure while it is built can ask it how far it came
+    trainer = Trainer(recipe, world)
     try:
-        trainer.__init__(recipe, world)
+        trainer.build()
         end = trainer.train()
         trainer.close()
     except BaseException as error:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -40,6 +40,10 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True,
         protected_namespaces=(),
     )  # fmt: skip
+
+    # Groups of keys of which one is given instead of another: one that a later file or the command line gives displaces
+    # those of its group from before. A table that gives two itself keeps both, for the section's own check.
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     @classmethod
     def presets(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -173,6 +177,7 @@ class Tree:
         imports: plug-ins.
         outdated: keys given for a component that a later file or override replaced by another; they are dropped
             where the new component has no such key.
+        layers: key -> number of the merge that brought it, ascending.
         errors: faults that do not stop the reading; `recipe.resolve` reports them with its own.
     """
 
@@ -181,6 +186,8 @@ class Tree:
     introduced: dict[Key, str] = field(default_factory=dict)
     imports: list[Import] = field(default_factory=list)
     outdated: set[Key] = field(default_factory=set)
+    layers: dict[Key, int] = field(default_factory=dict)
+    merges: int = 0
     errors: list[ConfigError] = field(default_factory=list)
 
     def origin(self, key: Key) -> str | None:
@@ -195,6 +202,7 @@ class Tree:
 
         A table that would replace a value, or a value a table, is left out and noted in `errors`.
         """
+        self.merges += 1
         self._merge_table(self.values, other.values, (), other)
         self.imports.extend(entry for entry in other.imports if entry not in self.imports)
         self.outdated |= other.outdated
@@ -218,6 +226,7 @@ class Tree:
                 self.errors.append(self._conflict(here, mine[name], value, origin))
             else:
                 mine[name] = value
+                self.layers[here] = self.merges
                 self.outdated.discard(here)
                 for old in [k for k in self.origins if len(k) > len(here) and k[: len(here)] == here]:
                     del self.origins[old]  # of the entries of a list that is no more

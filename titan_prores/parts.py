@@ -64,6 +64,11 @@ def resolve_section(
     """
     fields = section.model_fields
     values = {n: v for n, v in raw.items() if n in fields or (*key, n) not in tree.outdated}
+    for group in section.alternatives:
+        newest = max((tree.layers.get((*key, n), 0) for n in group if n in values), default=0)
+        for name in group:
+            if name in values and tree.layers.get((*key, name), 0) < newest:
+                del values[name]
     found = len(errors)
     reported: set[str] = set()  # first parts of the keys that have their error already
     try:

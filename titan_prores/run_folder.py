@@ -191,7 +191,7 @@ def annotated_toml(recipe: Recipe) -> str:
             elif array and not table.startswith(f"{array}."):
                 array = None
         elif (found := _KEY.match(line)) and array is None:
-            name = found["name"].strip('"')
+            name = found["name"]
             origin = recipe.origins.get(f"{table}.{name}" if table else name, "default")
         lines.append(f"{line}  # {' '.join(origin.split())}" if origin else line)
     return "\n".join(lines) + "\n"

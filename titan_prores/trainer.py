@@ -31,73 +31,70 @@ class NonFiniteError(RuntimeError):
 
 
 class Trainer:
-    """Builds everything that a recipe names and trains. All methods are collective.
+    """Builds everything that a recipe names, and trains. Making one does nothing yet; all methods are collective.
 
     Attributes:
         step: completed optimizer updates, passed-over batches included.
-        failures: where a rank that fails says so.
+        samples: sequences trained on so far; the position in the data.
+        failures: where a rank that fails says so; None until there is a process group.
         log_file: train.log, on rank 0 once there is a run folder.
-
-    Raises:
-        ConfigError, ConfigErrors: the recipe does not fit the model, the data, the devices or the checkpoint.
     """
 
-    step = 0
-    skipped_in_a_row = 0
-    failures: FailureBoard | None = None
-    log_file: Path | None = None
-
     def __init__(self, recipe: Recipe, world: World) -> None:
-        self.recipe = recipe
+        self.recipe, self.world = recipe, world
+        self.step = self.samples = self.skipped_in_a_row = 0
+        self.failures: FailureBoard | None = None
+        self.log_file: Path | None = None
         self.last_validation: dict[str, float] = {}
-        self.speeds: deque[float] = deque(maxlen=1000)
-        # What can be wrong with the recipe shows here, before there is a process group.
+        self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
+
+    # --- Build ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Everything up to the first step; what can be refused is refused before text is tokenised.
+
+        Raises:
+            ConfigError, ConfigErrors: the recipe does not fit the model, the data, the devices or the checkpoint.
+        """
+        recipe, world = self.recipe, self.world
         self.parts = build_components(recipe)
         self.metrics = self.parts.metrics
+        self.transforms = [transform for _, transform in self.parts.transforms]
         device = mesh_module.choose_device(recipe.job.device, world.local_rank)
-        self._set_determinism()
+        if recipe.training.deterministic:
+            torch.use_deterministic_algorithms(True)
 
         degrees = plan_mesh(recipe.parallelism, world.size)
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
         self.failures = FailureBoard(self.mesh.store)
+        self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
+        applied = transform_model(recipe, self.parts, self.mesh)
+
         self.run = RunFolder(Path(recipe.job.dump_folder), is_main=self.mesh.is_main)
         self.mesh.on_main(self.run.open)
         self.log_file = self.run.log_file if self.mesh.is_main else None
         setup(self.log_file, world.rank, world.size)
-
-        self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
-        self.checkpointer = self._checkpointer()
+        checkpoint = recipe.slots["checkpoint"]
+        self.checkpointer = checkpoint.build(run=self.run, mesh=self.mesh) if checkpoint.config.enabled else None
         resume_step, meta = choose_checkpoint(self.checkpointer, recipe, self.batch_size)
         self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, meta)
-        self._build_model()
+
+        for line in applied:
+            logger.info(line)
+        self.model = self._materialize(self.parts.model)
         self.optimizer = self.parts.optimizer.build(self.model.named_parameters())
         if resume_step is not None:
             self.checkpointer.load(resume_step, self.model, self.optimizer)
-            self.step = resume_step
-        self.samples = meta.get("samples", 0)
+            self.step, self.samples = resume_step, meta["samples"]
 
-    # --- Build ----------------------------------------------------------------------------------------------------
-
-    def _set_determinism(self) -> None:
-        if self.recipe.training.deterministic:
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-
-    def _checkpointer(self) -> Any:
-        part = self.recipe.slots["checkpoint"]
-        return part.build(run=self.run, mesh=self.mesh) if part.config.enabled else None
-
-    def _build_model(self) -> None:
-        for line in transform_model(self.recipe, self.parts, self.mesh):
-            logger.info(line)
-        self.model = self.parts.model
-        self.model.to_empty(device=self.mesh.device)
-        init_weights(self.model, self.model.init_rules(), self.recipe.training.seed)
-        self.model.fill_buffers()
-        self.transforms = [transform for _, transform in self.parts.transforms]
+    def _materialize(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Give the transformed meta model storage, weights and buffers."""
+        model.to_empty(device=self.mesh.device)
+        init_weights(model, model.init_rules(), self.recipe.training.seed)
+        model.fill_buffers()
         for transform in self.transforms:
-            transform.on_materialize(self.model)
-        self.model.train()
+            transform.on_materialize(model)
+        return model.train()
 
     # --- Train ----------------------------------------------------------------------------------------------------
 

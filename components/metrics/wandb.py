@@ -25,7 +25,7 @@ class WandB(Metric):
     class Config(Section):
         project: str = setting("titan-prores", "project that the run belongs to", min_length=1)
         entity: str | None = setting(None, "user or team; left out = your default one")
-        name: str | None = setting(None, "what the run is called; left out = drawn by the service")
+        run_name: str | None = setting(None, "what the run is called; left out = drawn by the service")
         mode: Literal["online", "offline", "disabled"] = setting(
             "online", "offline keeps everything in the run folder for `wandb sync`; disabled does nothing"
         )
@@ -48,7 +48,7 @@ class WandB(Metric):
         self._run = wandb.init(
             project=self.config.project,
             entity=self.config.entity,
-            name=self.config.name,
+            name=self.config.run_name,
             mode=self.config.mode,
             dir=str(run.path),
             config=info["recipe"],

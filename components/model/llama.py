@@ -45,8 +45,8 @@ class LlamaConfig(Section):
 
     flavor: str = setting("debug", f"named shape: {', '.join(FLAVORS)}", on_resume="free")
     dim: int = setting(help="width of the residual stream", gt=0)
-    n_layers: int = setting(help="number of blocks", gt=0)
-    n_heads: int = setting(help="query heads", gt=0)
+    n_layers: int = setting(help="number of blocks", gt=0, le=10_000)
+    n_heads: int = setting(help="query heads", gt=0, le=10_000)
     n_kv_heads: int | None = setting(None, "key-value heads, shared by groups of query heads; default n_heads", gt=0)
     ffn_dim: int = setting(help="inner width of the feed-forward", gt=0)
     vocab_size: int | None = setting(None, "rows of the embedding; default what the tokenizer needs", gt=0)
@@ -80,11 +80,9 @@ class LlamaConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> LlamaConfig:
         if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
-            even = [n for n in range(1, self.dim + 1) if self.dim % n == 0 and self.dim // n % 2 == 0]
-            raise ValueError(
-                f"dim {self.dim} / n_heads {self.n_heads} must be an even integer (n_heads can be one of "
-                f"{', '.join(map(str, even)) or 'none: dim must be even'})"
-            )
+            near = [n for n in range(1, 2 * self.n_heads + 1) if self.dim % (2 * n) == 0]
+            hint = f"n_heads can be {', '.join(map(str, near))}" if near else "dim must be even"
+            raise ValueError(f"dim {self.dim} / n_heads {self.n_heads} must be an even integer ({hint})")
         if self.n_heads % (self.n_kv_heads or self.n_heads):
             fitting = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
             raise ValueError(

@@ -55,7 +55,7 @@ class FullyShardedDataParallel(Parallelism):
     def describe(self) -> str:
         degrees = self.mesh.degrees
         kind = f"HSDP, {degrees['dp_replicate']} replicas of" if degrees["dp_replicate"] > 1 else "FSDP2,"
-        return f"{kind} {degrees['dp_shard']} shards"
+        return f"{kind} {degrees['dp_shard']} shard{'s' if degrees['dp_shard'] > 1 else ''}"
 
     def after_evaluation(self) -> None:
         # What a backward pass would have freed: until then the model's parameters are not those of the optimizer.

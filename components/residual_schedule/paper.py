@@ -15,6 +15,8 @@ def _component(name: str) -> type:
         pass
 
     class Length(Section):
+        alternatives = (("T", "total"),)
+
         T: float | None = setting(None, "warmup length of the first layer", unit="optimizer steps")
         total: float | None = setting(
             None, "instead of T: the step at which every layer has reached alpha = 1", unit="optimizer steps"

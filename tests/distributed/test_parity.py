@@ -79,6 +79,7 @@ def train(rank: int, world_size: int, overrides: list[str], folder: str, break_i
             registry.builtin_folder() / "defaults.toml",
         )  # fmt: skip
         trainer = Trainer(resolve(tree, world_size), World(rank, rank, world_size))
+        trainer.build()
         weights = {name: full(p) for name, p in trainer.model.named_parameters()}
         if variant == "prores":
             alpha = trainer.model.prores_alpha.tensor

@@ -167,18 +167,9 @@ def test_world_size_comes_from_torchrun(capsys, monkeypatch):
     assert "= 4 ranks\n" in check(capsys, "--world-size=4")
 
 
-def test_check_that_fails_for_another_reason_is_one_line(capsys, monkeypatch):
-    import titan_prores.check
-
-    def broken(recipe, world_size):
-        raise RuntimeError("no words\nfor this")
-
-    monkeypatch.setattr(titan_prores.check, "report", broken)
-    assert cli.main(["--config", DEBUG, "--check"]) == 1
-    assert capsys.readouterr().err.startswith("error: --check failed: RuntimeError: no words for this\n")
-    monkeypatch.setenv("TITAN_PRORES_TRACEBACK", "1")
-    with pytest.raises(RuntimeError, match="no words"):
-        cli.main(["--config", DEBUG, "--check"])
+def test_a_model_that_no_tensor_can_hold(capsys):
+    assert cli.main(["--config", DEBUG, "--check", "--model.dim=1000000000000"]) == 2
+    assert "model: cannot be built" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_had_enough():

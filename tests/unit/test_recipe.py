@@ -292,3 +292,17 @@ def test_names_that_torchtitan_keys_lead_to_exist():
         if ours and "." in ours and ours.split(".")[0] in ENGINE_SECTIONS and ours.count(".") == 1:
             assert ours.split(".")[1] in ENGINE_SECTIONS[ours.split(".")[0]].model_fields
     assert recipe.sets["metrics"][-1].name == "tensorboard"
+
+
+def test_the_later_of_two_alternatives_displaces_the_earlier(tmp_path):
+    """T of a base gives way to `total` of a recipe or the command line; both in one place stay a contradiction."""
+
+    def schedule(*overrides):
+        tree = config.load(ROOT / "train_configs/debug.toml", overrides, registry.builtin_folder() / "defaults.toml")
+        return resolve(tree).sets["transforms"][0].config.residual_schedule.config
+
+    prefix = "--transforms.prores.residual_schedule"
+    assert (schedule().T, schedule().total) == (2.0, None)
+    assert (schedule(f"{prefix}.total=80").T, schedule(f"{prefix}.total=80").total) == (None, 80.0)
+    with pytest.raises(ConfigErrors, match="not both"):
+        schedule(f"{prefix}.total=80", f"{prefix}.T=3")
