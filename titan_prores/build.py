@@ -152,7 +152,7 @@ def prepare_data(
     try:
         cache = prepare(
             components.dataset, components.tokenizer, source.config, source_name=source.name,
-            tokenizer_name=tokenizer.name, say=logger.info,
+            tokenizer_name=tokenizer.name, say=logger.info, first=mesh.is_main,
         )  # fmt: skip
     except ConfigError as error:
         raise error.under("dataset") from error

@@ -30,6 +30,7 @@ INDEX = "index.json"
 SPLITS = ("train", "validation")
 
 _PROGRESS_SECONDS = 5.0
+_HEAD_START_SECONDS = 1.0
 _OPEN_SHARDS = 128  # memory maps held at once; each holds a file descriptor
 _READ_BYTES = 1 << 22
 
@@ -189,6 +190,7 @@ def prepare(
     source_name: str,
     tokenizer_name: str,
     say: Callable[[str], None],
+    first: bool = True,
 ) -> TokenCache:
     """Tokenise a dataset once, or open what an earlier or concurrent run made of it.
 
@@ -202,6 +204,7 @@ def prepare(
         config: the dataset's settings.
         source_name, tokenizer_name: names of the two, for the folder's name and for messages.
         say: takes one line of progress at a time.
+        first: whether this process should be the one to build if several start together: the one whose `say` is seen.
 
     Raises:
         ConfigError: the dataset has no documents or cannot be read, the cache folder cannot be written, or what is in
@@ -216,6 +219,8 @@ def prepare(
         if folder.exists():
             return TokenCache.open(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if not first:
+            time.sleep(_HEAD_START_SECONDS)
         try:
             lock.acquire(timeout=0)
         except Timeout:
