@@ -140,3 +140,29 @@ def test_checkpoint_says_what_it_is_of(straight: dict[int, Path]) -> None:
     meta = json.loads((straight[2] / "checkpoint/step-00000010/meta.json").read_text())
     assert meta["step"] == 10 and meta["samples"] == 160 and meta["mesh"]["dp_shard"] == 2
     assert meta["recipe"]["model"]["n_layers"] == 4 and meta["recipe"]["transforms"]["prores"]["enabled"] is True
+
+
+DROPOUT = '''
+import torch.nn.functional as F
+from titan_prores.registry import lookup, register
+
+
+@register("model", "dropout_llama")
+class DropoutLlama(lookup("model", "llama")):
+    """Llama whose embedding is dropped out in part."""
+
+    def __init__(self, config, **context):
+        super().__init__(config, **context)
+        self.tok_embeddings.register_forward_hook(lambda m, a, out: F.dropout(out, 0.2, self.training))
+'''
+
+
+def test_random_numbers_of_a_model_resume_bitwise(folder: Path, straight: dict[int, Path]) -> None:
+    """They depend on seed, step and data rank alone, so there is no random state to save."""
+    (folder / "dropout.py").write_text(DROPOUT)
+    own = [f"--import={folder / 'dropout.py'}", "--model.name=dropout_llama"]
+    launch(*debug(folder / "dropout-straight", *own), ranks=2)
+    launch(*debug(folder / "dropout-stopped", *own, "--training.stop_after=10"), ranks=2)
+    launch(*debug(folder / "dropout-stopped", *own), ranks=2)
+    assert losses(folder / "dropout-stopped") == losses(folder / "dropout-straight")
+    assert losses(folder / "dropout-straight") != losses(straight[2])

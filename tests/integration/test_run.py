@@ -51,6 +51,23 @@ def test_debug_run_leaves_what_it_should(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_precisions(tmp_path: Path) -> None:
+    """bf16 compute with fp32 weights stays near fp32; pure bf16 trains."""
+    last = {}
+    for name, overrides in {
+        "fp32": [], "mixed": ["--training.mixed_precision_param=bfloat16"],
+        "pure": ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
+    }.items():  # fmt: skip
+        launch(*debug(tmp_path / name, *overrides, "--checkpoint.interval=10"), ranks=2)
+        found = losses(tmp_path / name)
+        last[name] = found[20]
+        assert found[20] < found[1] - 1
+    assert last["fp32"] != last["mixed"] != last["pure"]
+    assert last["mixed"] == pytest.approx(last["fp32"], rel=0.01)
+    assert last["pure"] == pytest.approx(last["fp32"], rel=0.1)
+
+
+@pytest.mark.slow
 def test_losses_of_the_debug_recipe_are_the_golden_ones(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Relative 1e-4; `pytest --update-golden` rewrites them."""
     import torch
