@@ -44,7 +44,9 @@ class Training(Section):
     )  # fmt: skip
     max_norm: float = setting(1.0, "gradients are scaled down to this L2 norm; 0 = never", ge=0)
     dtype: Dtype = setting("float32", "of master weights and optimizer state; bfloat16 = pure bf16 training")
-    mixed_precision_param: Dtype = setting("float32", "of weights and activations in forward and backward")
+    mixed_precision_param: Dtype = setting(
+        "float32", "of weights and activations in forward and backward; float32 = as training.dtype"
+    )
     mixed_precision_reduce: Dtype = setting("float32", "in which gradients are summed over ranks")
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop", "what to do when loss or gradient norm is not finite: end the run, or pass over the batch"
