@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from titan_prores.data import TokenCache, TokenWindows, prepare
 from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.failures import own_fault
+from titan_prores.init import match_rules
 from titan_prores.log import logger
 from titan_prores.mesh import Mesh
 from titan_prores.parts import Part
 from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
 from titan_prores.recipe import Recipe, changes_since
+from titan_prores.run_folder import RunFolder
 from titan_prores.transform import Facts, Transform, apply_all
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,11 +54,14 @@ def build_components(recipe: Recipe) -> Components:
         try:
             return build()
         except ConfigError as error:
-            error.under(prefix)
+            if error.key != prefix and not error.key.startswith(f"{prefix}."):  # else it has its whole key already
+                error.under(prefix)
             error.where = error.where or recipe.origins.get(error.key)
             errors.append(error)
         except ConfigErrors as several:
             errors.extend(several.errors)
+        except Exception as error:
+            errors.append(own_fault(prefix, error))
         return None
 
     def build_model() -> nn.Module:
@@ -63,18 +69,24 @@ def build_components(recipe: Recipe) -> Components:
         try:
             with torch.device("meta"):
                 model = slots["model"].build(vocab_size=vocab_size, seq_len=training.seq_len)
-            return model.to(DTYPES[training.dtype])
-        except (RuntimeError, ValueError, OverflowError) as error:  # such as a size that no tensor can have
+        except (RuntimeError, OverflowError) as error:  # such as a size that no tensor can have
             raise ConfigError("model", f"cannot be built: {error}") from error
+        for parameter in model.parameters():  # and no buffers: tables are in the dtype that they were made in
+            parameter.data = parameter.data.to(DTYPES[training.dtype])
+        match_rules(model.init_rules(), [name for name, _ in model.named_parameters()])
+        return model
 
-    tokenizer = attempt(slots["tokenizer"].build)
-    dataset = attempt(slots["dataset"].build)
-    model = attempt(build_model)
-    loss = attempt(slots["loss"].build)
-    optimizer = attempt(slots["optimizer"].build)
-    lr_scheduler = attempt(lambda: slots["lr_scheduler"].build(total_steps=training.steps))
-    validator = attempt(slots["validation"].build)
-    metrics = [attempt(part.build) for part in recipe.sets["metrics"]]
+    def build_part(part: Part, **context: Any) -> Any:
+        return attempt(lambda: part.build(**context), part.key)
+
+    tokenizer = build_part(slots["tokenizer"])
+    dataset = build_part(slots["dataset"])
+    model = attempt(build_model, "model")
+    loss = build_part(slots["loss"])
+    optimizer = build_part(slots["optimizer"])
+    lr_scheduler = build_part(slots["lr_scheduler"], total_steps=training.steps)
+    validator = build_part(slots["validation"])
+    metrics = [build_part(part) for part in recipe.sets["metrics"]]
     if optimizer is not None and model is not None:
         attempt(lambda: optimizer.build(model.named_parameters()), "optimizer")
 
@@ -85,7 +97,7 @@ def build_components(recipe: Recipe) -> Components:
         return transform
 
     parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
-    transforms = [(part.name, attempt(lambda part=part: build_transform(part))) for part in parts]
+    transforms = [(part.name, attempt(lambda part=part: build_transform(part), part.key)) for part in parts]
     if errors:
         raise ConfigErrors(errors)
     return Components(tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, transforms)
@@ -99,14 +111,15 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[
     """
     facts = Facts(
         mesh,
-        param_dtype=DTYPES[recipe.training.mixed_precision_param],
+        dtype=DTYPES[recipe.training.dtype],
+        param_dtype=DTYPES[recipe.training.mixed_precision_param or recipe.training.dtype],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
     )
     return apply_all(components.model, components.transforms, facts)
 
 
 def choose_checkpoint(
-    checkpointer: Checkpointer | None, recipe: Recipe, batch_size: int
+    checkpointer: Checkpointer | None, recipe: Recipe, batch_size: int, run: RunFolder, mesh: Mesh
 ) -> tuple[int | None, dict[str, Any]]:
     """Where the run starts: a checkpoint's step with its meta, or (None, {}). Says what was chosen and why.
 
@@ -114,25 +127,33 @@ def choose_checkpoint(
         checkpointer: None where checkpoints are switched off.
         recipe: of the run that wants to start.
         batch_size: its global batch size, in sequences.
+        run: its folder.
+        mesh: its ranks.
 
     Raises:
-        ConfigError, ConfigErrors: there is no such checkpoint, or it belongs to a run that differs in what must not.
+        ConfigError, ConfigErrors: there is no such checkpoint, it belongs to a run that differs in what must not, or
+            the run would start at 0 in a folder that has one.
     """
-    if checkpointer is None:
-        return None, {}
     try:
-        step, reason = checkpointer.choose()
+        step, reason = checkpointer.choose() if checkpointer else (None, "checkpoints are off: starting at step 0")
+        meta = {} if step is None else checkpointer.read_meta(step)
     except ConfigError as error:
         raise error.under("checkpoint") from error
-    logger.info(reason)
     if step is None:
+        if earlier := mesh.on_main(run.noted_checkpoint):
+            raise ConfigError(
+                "job.dump_folder", f"this run would start at step 0 over {earlier}", value=recipe.job.dump_folder,
+                allowed="another folder, or checkpoints as that one has them",
+            )  # fmt: skip
+        logger.info(reason)
         return None, {}
-    meta = checkpointer.read_meta(step)
+    logger.info(reason)
     errors, notes = changes_since(recipe, meta["recipe"])
     was = meta["global_batch_size"]
-    if was != batch_size and not errors:  # -1 in both recipes, on another number of ranks
-        problem = f"was {was} in the checkpoint: set it to {was}"
-        errors.append(ConfigError("training.global_batch_size", problem, value=-1))
+    if was != batch_size:
+        problem = f"comes to {batch_size} here and was {was} in the checkpoint: set it to {was}"
+        value = recipe.training.global_batch_size
+        errors.append(ConfigError("training.global_batch_size", problem, value=value))
     if errors:
         raise ConfigErrors(errors)
     for note in notes:

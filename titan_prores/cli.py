@@ -151,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def refuse(errors: Sequence[ConfigError]) -> int:
-    """Print faults of a recipe, once for all ranks, and return the exit status."""
-    if os.environ.get("RANK", "0") == "0":
+def refuse(errors: Sequence[ConfigError], say: bool | None = None) -> int:
+    """Print faults of a recipe and return the exit status; `say` = None prints on rank 0 for all."""
+    if say if say is not None else os.environ.get("RANK", "0") == "0":
         for error in errors:
             print(f"error: {error}", file=sys.stderr)
         if len(errors) > 1:
@@ -182,12 +182,11 @@ def train(recipe: Recipe) -> int:
 
 
 def _farewell(end: dict) -> str:
+    from titan_prores.log import validation_text
+
     lines = [f"finished     step {end['step']}"]
-    if "validation_perplexity" in end:
-        lines.append(
-            f"validation   loss {end['validation_loss']:.4f}, perplexity {end['validation_perplexity']:.3f} "
-            f"over {end['validation_tokens']} held-out tokens"
-        )
+    if end["validation"]:
+        lines.append(f"validation   {validation_text(end['validation'])}")
     if end["tokens_per_second"]:
         lines.append(f"speed        {end['tokens_per_second']:.0f} tokens/s (median step)")
     lines.append(f"run folder   {end['run_folder']}")
@@ -197,14 +196,16 @@ def _farewell(end: dict) -> str:
 def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
     """Say what happened, once, and choose the exit status."""
     if isinstance(error, (ConfigError, ConfigErrors)):
-        return refuse(getattr(error, "errors", [error]))
+        # Most are found by all ranks alike, some by the one that met them: the first to say so speaks for all.
+        first = trainer.failures.report(rank, trainer.stage, str(error)).rank if trainer.failures else 0
+        return refuse(getattr(error, "errors", [error]), say=rank == first)
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
             logging.getLogger("titan_prores").warning("interrupted after step %d", trainer.step)
         return 130
     from titan_prores.failures import report_failure
 
-    report_failure(error, rank, trainer.step + 1, trainer.failures, trainer.log_file)
+    report_failure(error, rank, trainer.stage, trainer.failures, trainer.log_file)
     return 1
 
 

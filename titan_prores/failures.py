@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sysconfig
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +25,23 @@ _LOST_PEER = ("connection closed", "connection reset", "connection refused", "br
 
 
 def summarise(error: BaseException, rank: int) -> str:
-    """What went wrong, in words that need no traceback: the error, and the line of this package it came from."""
+    """What went wrong, in words that need no traceback: the error, and the line it came from.
+
+    That is the deepest line outside of Python's and other packages' own code: of a component where it was one.
+    """
     if isinstance(error, (ConfigError, ConfigErrors)):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
     frames = traceback.extract_tb(error.__traceback__)
-    root = Path(__file__).resolve().parent.parent
-    own = [f for f in frames if Path(f.filename).resolve().is_relative_to(root) and "site-packages" not in f.filename]
+    foreign = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+    here = Path(__file__).resolve().parent
+    own = [
+        frame
+        for frame in frames
+        for path in [Path(frame.filename).resolve()]
+        if path.is_relative_to(here) or not any(path.is_relative_to(folder) for folder in foreign)
+    ]
     message = str(error).strip() or "(no message)"
     text = f"{type(error).__name__}: {message}"
     if frames:
@@ -39,16 +50,27 @@ def summarise(error: BaseException, rank: int) -> str:
     return text
 
 
+def own_fault(key: str, error: Exception) -> ConfigError:
+    """A component's failure while a run is built, as a fault of the recipe, with the line it came from."""
+    fault = ConfigError(key, " ".join(summarise(error, 0).replace("\n  on rank 0", ",").split()))
+    fault.__cause__ = error
+    return fault
+
+
 @dataclass(frozen=True)
 class Failure:
     """A rank's failure, as it told the others."""
 
     rank: int
-    step: int
+    stage: str
     message: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed first: {self.message} (step {self.step})"
+        return f"rank {self.rank} failed first, in {self.stage}: {self.message}"
+
+
+class PeerError(RuntimeError):
+    """Raised here for a failure of another rank, which has its own account of it."""
 
 
 class FailureBoard:
@@ -66,9 +88,9 @@ class FailureBoard:
 
         self._store = PrefixStore("titan_prores.failures", own_connection(store))
 
-    def report(self, rank: int, step: int, message: str) -> Failure:
-        """Say that this rank failed in `step`; returns the failure that came first, be it this one or another's."""
-        mine = Failure(rank, step, message)
+    def report(self, rank: int, stage: str, message: str) -> Failure:
+        """Say that this rank failed in `stage`; returns the failure that came first, be it this one or another's."""
+        mine = Failure(rank, stage, message)
         try:
             return self._read(self._store.compare_set(self.KEY, "", json.dumps(asdict(mine))))
         except Exception:
@@ -81,7 +103,7 @@ class FailureBoard:
         except Exception:
             return None
 
-    def account(self, error: BaseException, rank: int, step: int) -> str:
+    def account(self, error: BaseException, rank: int, stage: str) -> str:
         """Report `error` and return what this rank should print: a whole summary where it was the first, else one line.
 
         A rank killed from outside cannot report; those that lose their connection to it wait a moment for others to
@@ -92,12 +114,12 @@ class FailureBoard:
             while self.first() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
         summary = summarise(error, rank)
-        first = self.report(rank, step, summary.splitlines()[0])
+        first = self.report(rank, stage, summary.splitlines()[0])
         if first.rank != rank:
             return f"stopped: {first}"
         if _is_lost_peer(error):
             summary = f"a rank that this one talks to is gone or late, and said nothing itself\n{summary}"
-        return f"rank {rank} failed in step {step}: {summary}"
+        return f"rank {rank} failed in {stage}: {summary}"
 
     @staticmethod
     def _read(content: bytes) -> Failure:
@@ -114,27 +136,31 @@ def own_connection(store: Store) -> Store:
 
 def _is_lost_peer(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
+    return isinstance(error, PeerError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
+    )
 
 
 def report_failure(
-    error: BaseException, rank: int, step: int, board: FailureBoard | None, log_file: Path | None
+    error: BaseException, rank: int, stage: str, board: FailureBoard | None, log_file: Path | None
 ) -> None:
     """Say on this rank what ended the run, and let torchrun name the rank that failed first.
 
     Args:
         error: what was raised.
         rank: of this process.
-        step: it worked on.
+        stage: what it was doing.
         board: None while there is no process group.
         log_file: where rank 0 leaves the traceback, if there is a run folder yet.
     """
-    text = board.account(error, rank, step) if board else f"rank {rank} failed: {summarise(error, rank)}"
-    first = board is None or (board.first() or Failure(rank, step, "")).rank == rank
+    text = board.account(error, rank, stage) if board else f"rank {rank} failed in {stage}: {summarise(error, rank)}"
+    first = board is None or (board.first() or Failure(rank, stage, "")).rank == rank
     if rank == 0 and log_file is not None:
-        with log_file.open("a", encoding="utf-8") as file:
+        with suppress(OSError), log_file.open("a", encoding="utf-8") as file:  # the disk may be what failed
             traceback.print_exception(error, file=file)
-        text += f"\n  traceback in {log_file}" if first else ""
+            text += f"\n  traceback in {log_file}" if first else ""
+    elif first and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun shows it otherwise
+        text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     logger.error(text)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -75,6 +75,44 @@ def name_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a meta model storage, every element unset: buffers hold NaN, or the lowest integer, until they are filled.
+
+    A parameter that stands under several names stays one.
+    """
+    names = list(model.named_parameters(remove_duplicate=False))
+    shared: dict[int, list[str]] = {}
+    for name, parameter in names:
+        shared.setdefault(id(parameter), []).append(name)
+    model.to_empty(device=device)
+    for first, *others in shared.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            if model.get_parameter(name) is not model.get_parameter(first):
+                setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    for buffer in model.buffers():
+        if (unset := _unset(buffer)) is not None:
+            buffer.fill_(unset)
+
+
+def unfilled_buffers(model: nn.Module) -> list[str]:
+    """Names of buffers that still hold nothing but what `allocate` left in them."""
+    return [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.numel() and (unset := _unset(buffer)) is not None
+        and bool((buffer.isnan() if unset != unset else buffer == unset).all())
+    ]  # fmt: skip
+
+
+def _unset(buffer: torch.Tensor) -> float | int | None:
+    """A value that no filled buffer is likely to be full of; None where the dtype has none, as bool."""
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return float("nan")
+    return None if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
+
+
+@torch.no_grad()
 def init_weights(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
     """Draw every parameter of a materialised, possibly sharded model.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,3 +65,15 @@ class _PlainFormatter(logging.Formatter):
         if record.levelno < logging.WARNING:
             return text
         return text.replace(record.message, f"{record.levelname.lower()}: {record.message}", 1)
+
+
+def validation_text(row: Mapping[str, Any]) -> str:
+    """The figures of a validation in one line, whatever a validator measures: loss, perplexity, over so many tokens."""
+    words = []
+    for key, value in row.items():
+        if key != "validation_tokens":
+            name = key.removeprefix("validation_").replace("_", " ")
+            digits = 4 if isinstance(value, float) and abs(value) < 10 else 2
+            words.append(f"{name} {value:.{digits}f}" if isinstance(value, float) else f"{name} {value}")
+    tokens = row.get("validation_tokens")
+    return ", ".join(words) + (f" over {tokens:,} tokens" if tokens is not None else "")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.failures import PeerError
 from titan_prores.watchdog import group_timeout
 
 T = TypeVar("T")
@@ -24,31 +25,31 @@ class World:
     rank: int
     local_rank: int
     size: int
+    local_size: int = 1  # ranks on this host
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read RANK, LOCAL_RANK and WORLD_SIZE, which torchrun sets."""
-        read = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        return cls(int(read["RANK"] or 0), int(read["LOCAL_RANK"] or 0), int(read["WORLD_SIZE"] or 1))
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which torchrun sets."""
+        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name) or default) for name, default in names.items()))
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
+def choose_device(wanted: str, world: World) -> torch.device:
     """The device of this rank.
 
     Args:
         wanted: "auto", "cpu" or "cuda".
 
     Raises:
-        ConfigError: CUDA was asked for and is not there, or has fewer devices than this host has ranks.
+        ConfigError: CUDA was asked for and is not there, or has fewer devices than this host has ranks; on all of them.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("job.device", "no CUDA device is available", value=wanted, allowed="auto, cpu")
-    if local_rank >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ConfigError("job.device", f"local rank {local_rank} has no device: this host has {count}", value=wanted)
-    return torch.device("cuda", local_rank)
+    if world.local_size > (count := torch.cuda.device_count()):
+        raise ConfigError("job.device", f"{world.local_size} ranks on a host with {count} CUDA devices", value=wanted)
+    return torch.device("cuda", world.local_rank)
 
 
 class Mesh:
@@ -87,17 +88,25 @@ class Mesh:
         return tensor
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 alone; every rank gets its picklable result, or raises what it raised."""
-        box: list[Any] = [None, None]
+        """Run `action` on rank 0 alone; every rank gets its picklable result.
+
+        Raises:
+            ConfigError, ConfigErrors: what it raised, on all ranks.
+            PeerError: on the other ranks, for anything else that it raised.
+        """
+        result, failure, shown = None, None, None
         if self.is_main:
             try:
-                box[0] = action()
+                result = action()
+            except (ConfigError, ConfigErrors) as error:
+                failure = shown = error
             except Exception as error:
-                box[1] = error
+                failure, shown = error, PeerError(f"rank 0 failed: {error}")
+        box = [result, shown]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
-        if box[1] is not None:
-            raise box[1]
+        if failure or box[1]:
+            raise failure or box[1]
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:

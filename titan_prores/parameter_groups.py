@@ -34,7 +34,7 @@ def split(
     """Torch parameter groups: one for each of `groups` in order, a parameter going to the first that matches it.
 
     The last group takes the rest. `groups = None` is the usual pair: no decay on what `NO_DECAY` matches, where a model
-    need not have all of it. Each group holds its peak learning rate as `peak_lr` too.
+    need not have all of it.
 
     Raises:
         ConfigError: a pattern that matches no parameter; key `groups`.
@@ -61,4 +61,4 @@ def split(
 
 def _group(left: dict[str, nn.Parameter], names: list[str], lr: float, weight_decay: float) -> dict[str, Any]:
     parameters = [left.pop(name) for name in names]
-    return {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": weight_decay}
+    return {"params": parameters, "lr": lr, "weight_decay": weight_decay}

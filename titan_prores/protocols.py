@@ -101,7 +101,7 @@ class Model(Protocol):
         """Ordered (pattern, distribution) rules; the first whose pattern matches a parameter's name draws it."""
 
     def fill_buffers(self) -> None:
-        """Compute every non-persistent buffer; called after the model's storage was allocated."""
+        """Compute every buffer, persistent ones too: allocating the model's storage has lost them."""
 
     def flops_per_token(self) -> int:
         """Floating point operations of forward and backward for one token of a seq_len sequence."""
@@ -121,7 +121,7 @@ class Optimizer(Protocol):
     def __init__(self, config: Section) -> None: ...
 
     def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Raises ConfigError for a group pattern that matches no parameter name."""
+        """An optimizer with one group or more. Raises ConfigError for a pattern that matches no parameter name."""
 
 
 class LRScheduler(Protocol):
@@ -191,11 +191,14 @@ class Metric:
         """
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
-        """All ranks, each step, after clipping and before the optimizer; what it returns joins the row of `step`."""
+        """All ranks, each step, between the backward passes and clipping; what it returns joins the row of `step`.
+
+        Its keys must be its own.
+        """
         return {}
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Rank 0, one row a step, or a validation row with validation_loss and validation_perplexity."""
+        """Rank 0, one row a step; a validation row has `validation = true` and what the validator measured."""
 
     def close(self) -> None:
         """Rank 0, at the end of a run however it ends."""

@@ -40,12 +40,12 @@ class Training(Section):
     )
     global_batch_size: int = setting(
         -1, "in an optimizer step, gradients being accumulated as needed; -1 = local_batch_size x ranks",
-        unit="sequences", on_resume="same", ge=-1,
+        unit="sequences", ge=-1,  # what it comes to must stay the same, which the checkpoint knows
     )  # fmt: skip
     max_norm: float = setting(1.0, "gradients are scaled down to this L2 norm; 0 = never", ge=0)
     dtype: Dtype = setting("float32", "of master weights and optimizer state; bfloat16 = pure bf16 training")
-    mixed_precision_param: Dtype = setting(
-        "float32", "of weights and activations in forward and backward; float32 = as training.dtype"
+    mixed_precision_param: Dtype | None = setting(
+        None, "of weights and activations in forward and backward; default as training.dtype"
     )
     mixed_precision_reduce: Dtype = setting("float32", "in which gradients are summed over ranks")
     on_nonfinite: Literal["stop", "skip"] = setting(
@@ -147,7 +147,7 @@ TORCHTITAN_KEYS: dict[str, str | None] = {
     "experimental.custom_import": "import",
     "experimental.custom_model_path": "import",
     "fault_tolerance": None,
-    "float8": "transforms.float8",
+    "float8": None,
     "job.config_file": "--config",
     "job.custom_config_module": "import",
     "job.print_args": "--check",
@@ -176,7 +176,7 @@ TORCHTITAN_KEYS: dict[str, str | None] = {
     "parallelism.pipeline_parallel_schedule": None,
     "profiling.profiler_active": None,
     "profiling.profiler_warmup": None,
-    "quantize": "transforms.float8",
+    "quantize": None,
     "training.batch_size": "training.local_batch_size",
     "training.dataset": "dataset.name",
     "training.dataset_path": "dataset.files",

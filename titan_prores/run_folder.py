@@ -89,6 +89,19 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
+    def note_checkpoint(self, path: Path) -> None:
+        """Remember the newest checkpoint, whoever wrote it."""
+        if self.is_main:
+            _write_atomically(self.path / "latest_checkpoint", (os.path.relpath(path, self.path) + "\n").encode())
+
+    def noted_checkpoint(self) -> Path | None:
+        """The newest checkpoint that was noted, if it is still there."""
+        try:
+            path = self.path / (self.path / "latest_checkpoint").read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return path if path.exists() else None
+
     def write_recipe(self, recipe: Recipe) -> None:
         """Write the resolved recipe, every default filled in, each value with where it came from.
 

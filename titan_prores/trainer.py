@@ -6,18 +6,21 @@ import gc
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from titan_prores import mesh as mesh_module
 from titan_prores import throughput
 from titan_prores.build import build_components, choose_checkpoint, prepare_data, transform_model
 from titan_prores.data import TokenWindows, microbatches
+from titan_prores.errors import ConfigError
 from titan_prores.failures import FailureBoard
-from titan_prores.init import init_weights, name_seed
+from titan_prores.grad_norm import total_norm
+from titan_prores.init import allocate, init_weights, name_seed, unfilled_buffers
 from titan_prores.log import logger, setup
 from titan_prores.mesh import World
 from titan_prores.profiling import profiler
@@ -36,6 +39,7 @@ class Trainer:
     Attributes:
         step: completed optimizer updates, passed-over batches included.
         samples: sequences trained on so far; the position in the data.
+        stage: what it is doing, for the account of a failure.
         failures: where a rank that fails says so; None until there is a process group.
         log_file: train.log, on rank 0 once there is a run folder.
     """
@@ -43,9 +47,11 @@ class Trainer:
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world = recipe, world
         self.step = self.samples = self.skipped_in_a_row = 0
+        self.stage = "building the run"
         self.failures: FailureBoard | None = None
         self.log_file: Path | None = None
         self.last_validation: dict[str, float] = {}
+        self.warned_of_no_validation = False
         self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
 
     # --- Build ----------------------------------------------------------------------------------------------------
@@ -60,13 +66,16 @@ class Trainer:
         self.parts = build_components(recipe)
         self.metrics = self.parts.metrics
         self.transforms = [transform for _, transform in self.parts.transforms]
-        device = mesh_module.choose_device(recipe.job.device, world.local_rank)
+        device = mesh_module.choose_device(recipe.job.device, world)
         if recipe.training.deterministic:
             torch.use_deterministic_algorithms(True)
 
         degrees = plan_mesh(recipe.parallelism, world.size)
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
         self.failures = FailureBoard(self.mesh.store)
+        self.watchdog = Watchdog(
+            self.mesh.store, world.rank, world.size, recipe.comm.init_timeout_seconds, self.mesh.groups()
+        ).start()
         self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
         applied = transform_model(recipe, self.parts, self.mesh)
 
@@ -76,24 +85,37 @@ class Trainer:
         setup(self.log_file, world.rank, world.size)
         checkpoint = recipe.slots["checkpoint"]
         self.checkpointer = checkpoint.build(run=self.run, mesh=self.mesh) if checkpoint.config.enabled else None
-        resume_step, meta = choose_checkpoint(self.checkpointer, recipe, self.batch_size)
+        resume_step, meta = choose_checkpoint(self.checkpointer, recipe, self.batch_size, self.run, self.mesh)
+        self._begin("preparing data", patient=True)  # tokenising takes its time
         self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, meta)
 
+        self._begin("building the model")
         for line in applied:
             logger.info(line)
         self.model = self._materialize(self.parts.model)
         self.optimizer = self.parts.optimizer.build(self.model.named_parameters())
+        for group in self.optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
         if resume_step is not None:
+            self._begin("loading the checkpoint")
             self.checkpointer.load(resume_step, self.model, self.optimizer)
             self.step, self.samples = resume_step, meta["samples"]
+            self.skipped_in_a_row = meta["skipped_in_a_row"]
+
+    def _begin(self, stage: str, *, patient: bool = False) -> None:
+        """Note what comes next, for the watchdog and for the account of a failure."""
+        self.stage = stage
+        self.watchdog.mark(self.step, stage, patient=patient)
 
     def _materialize(self, model: torch.nn.Module) -> torch.nn.Module:
         """Give the transformed meta model storage, weights and buffers."""
-        model.to_empty(device=self.mesh.device)
+        allocate(model, self.mesh.device)
         init_weights(model, model.init_rules(), self.recipe.training.seed)
         model.fill_buffers()
         for transform in self.transforms:
             transform.on_materialize(model)
+        if unfilled := unfilled_buffers(model):
+            raise ConfigError("model", f"its fill_buffers leaves {', '.join(unfilled[:3])} unset")
         return model.train()
 
     # --- Train ----------------------------------------------------------------------------------------------------
@@ -106,6 +128,7 @@ class Trainer:
             "total_steps": training.steps, "end_step": end, "start_step": self.step, "n_layers": len(self.model.layers),
             "log_freq": recipe.metrics.log_freq, "recipe": recipe.to_dict(),
         }  # fmt: skip
+        self._begin("opening the run's records")
         self.mesh.on_main(lambda: self._open_records(info))
         if self.step >= end:
             logger.info("nothing left to train: step %d of %d is done", self.step, end)
@@ -114,37 +137,51 @@ class Trainer:
         if training.gc_freq:
             gc.disable()
         first_step = self.step + 1
-        mesh = self.mesh
-        watchdog = Watchdog(mesh.store, mesh.rank, mesh.size, recipe.comm.init_timeout_seconds, mesh.groups())
         self.loader = self._microbatches()
-        try:
-            with watchdog, profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step) as profile:
-                self.clock = throughput.Throughput()
-                while self.step < end:
-                    watchdog.mark(self.step + 1, "training")
-                    self.train_step()
-                    last = self.step == end
-                    with self.clock.paused():
-                        profile.step()
-                        if validation.enabled and (last or self.step % validation.freq == 0):
-                            watchdog.mark(self.step, "validating")
-                            self.validate()
-                        if checkpoint.enabled and (last or self.step % checkpoint.interval == 0):
-                            watchdog.mark(self.step, "saving a checkpoint")
-                            self.save()
-                        if self.step == first_step:
-                            mesh.set_timeout(recipe.comm.train_timeout_seconds)
-                            watchdog.set_timeout(recipe.comm.train_timeout_seconds)
-                    if training.gc_freq and self.step % training.gc_freq == 0:
-                        gc.collect()
-        finally:
-            gc.enable()
-            self.loader.close()
-            if mesh.is_main:
-                for metric in self.metrics:
-                    metric.close()
+        with ExitStack() as stack:
+            stack.callback(gc.enable)
+            stack.callback(self.watchdog.close)
+            stack.enter_context(closing(self.loader))
+            stack.enter_context(self._closing_metrics())
+            profile = stack.enter_context(
+                profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step)
+            )
+            self.clock = throughput.Throughput()
+            while self.step < end:
+                self._begin(f"step {self.step + 1}")
+                self.train_step()
+                last = self.step == end
+                with self.clock.paused():
+                    profile.step()
+                    if validation.enabled and (last or self.step % validation.freq == 0):
+                        self._begin(f"validation after step {self.step}")
+                        self.validate()
+                    if checkpoint.enabled and (last or self.step % checkpoint.interval == 0):
+                        self._begin(f"saving the checkpoint of step {self.step}")
+                        self.save()
+                    if self.step == first_step:
+                        self.mesh.set_timeout(recipe.comm.train_timeout_seconds)
+                        self.watchdog.set_timeout(recipe.comm.train_timeout_seconds)
+                if training.gc_freq and self.step % training.gc_freq == 0:
+                    gc.collect()
         speed = statistics.median(self.speeds) if self.speeds else None
-        return {"step": self.step, "run_folder": str(self.run.path), "tokens_per_second": speed, **self.last_validation}
+        return {
+            "step": self.step, "run_folder": str(self.run.path), "tokens_per_second": speed,
+            "validation": self.last_validation,
+        }  # fmt: skip
+
+    @contextmanager
+    def _closing_metrics(self) -> Iterator[None]:
+        """Close them however the run ends; what goes wrong in that must not hide why it ended."""
+        try:
+            yield
+        except BaseException:
+            for metric in self.metrics if self.mesh.is_main else ():
+                with suppress(Exception):
+                    metric.close()
+            raise
+        for metric in self.metrics if self.mesh.is_main else ():
+            metric.close()
 
     def train_step(self) -> None:
         """One optimizer update: number `self.step + 1`."""
@@ -168,12 +205,12 @@ class Trainer:
             loss.backward()
             loss_sum += loss.detach()
 
+        probed = {}
+        for metric in self.metrics:
+            _add(probed, metric.measure(self.step + 1, self.model), metric)
         grad_norm = self._clip_gradients()
         loss_sum = self.mesh.sum_over_data(loss_sum)
         loss_value, norm_value = torch.stack([loss_sum, grad_norm]).tolist()  # the one wait for the device
-        probed = {}
-        for metric in self.metrics:
-            probed |= metric.measure(self.step + 1, self.model)
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
             self.optimizer.step()
@@ -188,12 +225,10 @@ class Trainer:
     def _clip_gradients(self) -> torch.Tensor:
         """Scale gradients to max_norm; returns their L2 norm before that, over all ranks, fp32 scalar."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = total_norm([p.grad for p in parameters])
         if self.recipe.training.max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_norm, norm)
-        return norm.float()
+        return norm
 
     def _judge(self, finite: bool, loss: float, grad_norm: float) -> None:
         """Both numbers are the same on all ranks, so all ranks decide alike."""
@@ -251,8 +286,9 @@ class Trainer:
             row["skipped"] = True
         detailed = self.step % self.recipe.metrics.log_freq == 0
         for transform in self.transforms:
-            row |= transform.row(self.step, detailed=detailed)
-        self._write(row | probed)
+            _add(row, transform.row(self.step, detailed=detailed), transform)
+        _add(row, probed, "a probe")
+        self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:
         for metric in self.metrics:
@@ -261,6 +297,9 @@ class Trainer:
     def validate(self) -> None:
         """Measure on held-out text and write a validation row."""
         if not len(self.data.validation):
+            if not self.warned_of_no_validation:
+                logger.warning("no document is held out: there is nothing to validate on (dataset.validation_fraction)")
+                self.warned_of_no_validation = True
             return
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         self.last_validation = self.parts.validator.validate(
@@ -269,18 +308,28 @@ class Trainer:
         for transform in self.transforms:
             transform.after_evaluation()
         if self.mesh.is_main:
-            self._write({"step": self.step, **self.last_validation})
+            self._write({"step": self.step, "validation": True, **self.last_validation})
 
     def save(self) -> None:
         """Write a full checkpoint."""
         meta = {
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
-            "data": self.data.fingerprint, "mesh": self.mesh.degrees, "recipe": self.recipe.to_dict(),
+            "skipped_in_a_row": self.skipped_in_a_row, "data": self.data.fingerprint, "mesh": self.mesh.degrees,
+            "recipe": self.recipe.to_dict(),
         }  # fmt: skip
         path = self.checkpointer.save(self.step, self.model, self.optimizer, meta)
+        self.run.note_checkpoint(path)
         logger.info("checkpoint of step %d in %s", self.step, path)
 
     def close(self) -> None:
         """End a run that went well: let the folder go and leave the process group together."""
         self.run.close()
         mesh_module.stop()
+
+
+def _add(row: dict[str, Any], more: Mapping[str, Any], source: object) -> None:
+    """Put keys into a row, none of which it may have."""
+    if taken := row.keys() & more.keys():
+        name = source if isinstance(source, str) else type(source).__name__
+        raise RuntimeError(f"{name} gives {', '.join(sorted(taken))}, which the metrics row has already")
+    row.update(more)

@@ -16,6 +16,7 @@ from torch import nn
 
 from titan_prores.config import Section
 from titan_prores.errors import ConfigError
+from titan_prores.failures import own_fault
 from titan_prores.recipe import AXES
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Facts:
 
     Attributes:
         mesh: the device mesh of the run.
+        dtype: dtype that weights and optimizer state are kept in.
         param_dtype: dtype of weights in forward and backward.
         reduce_dtype: dtype in which gradients are summed over ranks.
         applied: names of the transforms applied so far, in order.
@@ -47,6 +49,7 @@ class Facts:
     """
 
     mesh: Mesh
+    dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     applied: list[str] = field(default_factory=list)
@@ -118,6 +121,11 @@ class Parallelism(Transform):
     axes: ClassVar[tuple[str, ...]] = ()
 
 
+def _names(model: nn.Module) -> list[str]:
+    """What weights are drawn, grouped and saved by."""
+    return [*model.state_dict(), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+
+
 def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], facts: Facts) -> list[str]:
     """Apply named transforms in the order of their phases and verify each.
 
@@ -125,17 +133,22 @@ def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], fac
         A line for each: "name: what it did".
 
     Raises:
-        ConfigError: the recipe needs something of the model that no transform provides.
-        RuntimeError: a transform had no effect or changed the names of weights.
+        ConfigError: a transform failed, had no effect or changed the names of weights, or the recipe needs something of
+            the model that no transform provides.
     """
     lines = []
     for name, transform in sorted(transforms, key=lambda pair: pair[1].phase):
-        keys = list(model.state_dict())
-        transform.apply(model, facts)
-        transform.verify(model, facts)
-        if list(model.state_dict()) != keys:
-            changed = sorted(set(keys) ^ set(model.state_dict()))[:3]
-            raise RuntimeError(f"{name} changed the names of weights: {', '.join(changed)} ...")
+        names = _names(model)
+        try:
+            transform.apply(model, facts)
+            transform.verify(model, facts)
+        except (ConfigError, AssertionError):
+            raise
+        except Exception as error:
+            raise own_fault(name, error) from error
+        if _names(model) != names:
+            changed = sorted(set(names) ^ set(_names(model)))[:3]
+            raise ConfigError(name, f"changes the names of weights, which are drawn and saved by them: {changed}")
         facts.applied.append(name)
         lines.append(f"{name}: {transform.describe()}")
     for axis, degree in facts.mesh.degrees.items():
@@ -143,7 +156,7 @@ def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], fac
             raise ConfigError(
                 f"parallelism.{AXES[axis]}", "no parallelism that is on handles this axis of the mesh", value=degree
             )
-    if facts.param_dtype != torch.float32 and "mixed_precision" not in facts.handled:
+    if facts.param_dtype != facts.dtype and "mixed_precision" not in facts.handled:
         dtype = str(facts.param_dtype).removeprefix("torch.")
         raise ConfigError("training.mixed_precision_param", "no parallelism that is on handles it", value=dtype)
     return lines

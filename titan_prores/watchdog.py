@@ -6,7 +6,6 @@ timeout reads what the others published: the late ones are those with the lowest
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -75,7 +74,7 @@ class Watchdog:
         self._rank, self._world_size, self._groups = rank, world_size, tuple(groups)
         self._timeout = timeout_seconds
         self._state: tuple[int, str, int, float] = (0, "starting", 0, time.time())  # step, what, collectives, since
-        self._reported = False
+        self._reported = self._patient = self._store_is_gone = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -83,8 +82,12 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def mark(self, step: int, what: str) -> None:
-        """Say what this rank does from now on; counts as progress. Cheap enough for several calls a step."""
+    def mark(self, step: int, what: str, *, patient: bool = False) -> None:
+        """Say what this rank does from now on; counts as progress. Cheap enough for several calls a step.
+
+        A `patient` rank may take as long as it needs; those that wait for it can still name it.
+        """
+        self._patient = patient
         self._state = (step, what, self._state[2], time.time())
         self._reported = False
 
@@ -108,7 +111,7 @@ class Watchdog:
         while not self._end.is_set():
             mine = self._look()
             self._publish(mine)
-            if not self._reported and time.time() - mine.since >= self._timeout:
+            if not self._reported and not self._patient and time.time() - mine.since >= self._timeout:
                 self._report(mine)
                 self._reported = True
             self._end.wait(min(1.0, self._timeout / 10))
@@ -124,8 +127,16 @@ class Watchdog:
         return Progress(step, collectives, what, since, time.time())
 
     def _publish(self, progress: Progress) -> None:
-        with contextlib.suppress(Exception):  # a store that is gone is dealt with where it is read
+        if self._store_is_gone:
+            return
+        try:
             self._store.set(str(self._rank), json.dumps(asdict(progress)))
+        except Exception:
+            self._store_is_gone = True  # asked again, it would print each time where it failed
+            if not self._end.is_set():
+                logger.warning(
+                    "the job's store is gone, most likely with torchrun; ranks that still reach each other go on"
+                )
 
     def _read(self) -> dict[int, Progress | None]:
         """Rank -> what it published, None where it never did. Raises what the store raises."""
@@ -191,7 +202,7 @@ def stall_message(rank: int, everyone: dict[int, Progress | None], late: Sequenc
 
 
 def _describe(progress: Progress) -> str:
-    return f"step {progress.step}, {progress.what}, {progress.collectives} collectives begun"
+    return f"{progress.what}, {progress.collectives} collectives begun"
 
 
 def _begun(group: ProcessGroup) -> int:

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import field_validator
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,6 +32,7 @@ from titan_prores.protocols import CheckpointSection
 from titan_prores.registry import register
 from titan_prores.run_folder import RunFolder
 
+_ALWAYS_THERE = ("meta.json", ".metadata")
 _STEP = re.compile(r"step-(\d{8,})")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -68,13 +71,17 @@ class DistributedCheckpoint:
         """Steps that there are whole checkpoints of, ascending."""
         if not self.folder.is_dir():
             return []
-        found = [_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if (entry / "meta.json").is_file()]
-        return sorted(int(match.group(1)) for match in found if match)
+        named = [_STEP.fullmatch(entry.name) for entry in self.folder.iterdir()]
+        found = [int(match.group(1)) for match in named if match]
+        whole = [step for step in found if all((self._path(step) / name).is_file() for name in _ALWAYS_THERE)]
+        return sorted(set(whole))
 
     def choose(self) -> tuple[int | None, str]:
         return self.mesh.on_main(self._choose)
 
     def _choose(self) -> tuple[int | None, str]:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError("folder", f"{self.folder} is no folder", value=self.config.folder)
         resume, steps = self.config.resume, self.steps()
         present = f"{self.folder} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}"
         if isinstance(resume, int):
@@ -98,45 +105,81 @@ class DistributedCheckpoint:
         return self.folder / f"step-{step:08d}"
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        return self.mesh.on_main(lambda: json.loads((self._path(step) / "meta.json").read_text(encoding="utf-8")))
+        return self.mesh.on_main(lambda: self._read_meta(self._path(step) / "meta.json", step))
+
+    def _read_meta(self, path: Path, step: int) -> dict[str, Any]:
+        advice = f"move {path.parent} away to resume at another"
+        try:
+            meta = json.loads(path.read_text(encoding="utf-8"))
+            found = meta["step"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError("resume", f"{path} is not what a save writes: {error}; {advice}", value=step) from error
+        if found != step:
+            raise ConfigError("resume", f"{path.parent} holds step {found}; {advice}", value=step)
+        return meta
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.mesh.on_main(lambda: self._set_aside_after(step))
-        state, groups = self._state(model, optimizer)
-        dcp.load(state, checkpoint_id=self._path(step))
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"] | groups, options=_OPTIONS)
-
-    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, dict], dict[str, Any]]:
-        """What DCP saves, tensors alone, and the optimizer's group settings, which come from the recipe."""
-        flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)  # of a new optimizer: makes its state
         groups = {key: value for key, value in flat.items() if key.startswith("param_groups.")}
         tensors = {key: value for key, value in flat.items() if key not in groups}
-        return {"model": get_model_state_dict(model), "optimizer": tensors}, groups
+        with self._in_one_line(f"checkpoint of step {step} cannot be read"):
+            saved = dcp.FileSystemReader(self._path(step)).read_metadata().state_dict_metadata
+            state = {
+                "model": get_model_state_dict(model),
+                "optimizer": {key: value for key, value in tensors.items() if f"optimizer.{key}" in saved},
+            }
+            dcp.load(state, checkpoint_id=self._path(step))
+        for key in tensors.keys() - state["optimizer"].keys():
+            tensors[key].zero_()  # of a parameter that had no gradient yet
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, tensors | groups, options=_OPTIONS)
+        self.mesh.on_main(lambda: self._set_aside([other for other in self.steps() if other > step]))
 
-    def _set_aside_after(self, step: int) -> None:
-        """Move checkpoints of a later step out of the way: the run takes another course from here on."""
-        later = [other for other in self.steps() if other > step]
-        if not later:
+    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+        """What DCP saves: tensors alone. The optimizer's group settings come from the recipe."""
+        flat = {}
+        if optimizer.state:  # asked for a state it has not, torch would make one by a step, which is no step of the run
+            flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        tensors = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
+        return {"model": get_model_state_dict(model), "optimizer": tensors}
+
+    @contextmanager
+    def _in_one_line(self, what: str) -> Iterator[None]:
+        """DCP's errors say on which rank which error came up, but in whole tracebacks."""
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            text = " ".join(f"{type(cause).__name__}: {cause}".split())
+            raise RuntimeError(f"{what}: on rank {rank} {text}") from None
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Move checkpoints out of the way: the run takes another course than the one they are of."""
+        if not steps:
             return
         aside = next(p for n in range(1, 10**6) if not (p := self.folder / f"set-aside-{n}").exists())
         aside.mkdir()
-        for other in later:
-            self._path(other).rename(aside / self._path(other).name)
-        logger.info("checkpoints of steps %s moved to %s", ", ".join(map(str, later)), aside)
+        for step in steps:
+            self._path(step).rename(aside / self._path(step).name)
+        logger.info("checkpoints of steps %s moved to %s", ", ".join(map(str, steps)), aside)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> Path:
         unfinished = self.folder / f".unfinished-step-{step:08d}"
         self.mesh.on_main(lambda: self._prepare(unfinished, step))
-        state, _ = self._state(model, optimizer)
-        dcp.save(state, checkpoint_id=unfinished)
-        self.mesh.on_main(lambda: self._publish(unfinished, step, meta))
+        try:
+            with self._in_one_line(f"checkpoint of step {step} cannot be written"):
+                dcp.save(self._state(model, optimizer), checkpoint_id=unfinished)
+            self.mesh.on_main(lambda: self._publish(unfinished, step, meta))
+        except BaseException:
+            if self.mesh.is_main:
+                shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
+            raise
         return self._path(step)
 
     def _prepare(self, unfinished: Path, step: int) -> None:
-        if self._path(step).exists():
-            raise RuntimeError(f"{self._path(step)} exists already")
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._path(step).exists():  # no whole one, or the run would have started there
+            self._set_aside([step])
         for leftover in self.folder.glob(".unfinished-*"):
             shutil.rmtree(leftover)
         unfinished.mkdir()

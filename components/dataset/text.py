@@ -171,7 +171,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
     """
     number = 0
     try:
-        with open(path, "rb") as raw, io.TextIOWrapper(_decompress(raw, path), encoding="utf-8") as text:
+        with open(path, "rb") as raw, io.TextIOWrapper(_decompress(raw, path), encoding="utf-8-sig") as text:
             for number, line in enumerate(text, 1):
                 yield number, line
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, *_zstd_errors(path)) as error:
@@ -184,10 +184,39 @@ def _decompress(raw: BinaryIO, path: str) -> BinaryIO:
     if path.lower().endswith(".gz"):
         return gzip.open(raw)
     if path.lower().endswith(".zst"):
+        return io.BufferedReader(_ZstdReader(raw))
+    return raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses frame after frame. zstandard's own reader takes a file that was cut off for one that ends."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._frame = None  # the frame being read; None between two
+        self._compressed = self._plain = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
         import zstandard
 
-        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return raw
+        while not self._plain:
+            self._compressed = self._compressed or self._raw.read(1 << 16)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("the compressed file ends in the middle: it was cut off")
+                return 0
+            if self._frame is None:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._plain = self._frame.decompress(self._compressed)
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._plain))
+        buffer[:count], self._plain = self._plain[:count], self._plain[count:]
+        return count
 
 
 def _zstd_errors(path: str) -> tuple[type[Exception], ...]:

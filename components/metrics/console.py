@@ -15,11 +15,11 @@ from titan_prores.run_folder import RunFolder
 # Key of a row, title, width. Of these the row's own are shown.
 COLUMNS = (
     ("loss", "loss", 8),
-    ("perplexity", "ppl", 9),
-    ("grad_norm", "grad", 8),
+    ("perplexity", "ppl", 8),
+    ("grad_norm", "grad", 7),
     ("lr", "lr", 9),
     ("alpha_min", "alpha", 10),
-    ("tokens_per_second", "tok/s", 8),
+    ("tokens_per_second", "tok/s", 7),
     ("mfu", "mfu", 6),
     ("memory_gib", "GiB", 6),
 )
@@ -51,9 +51,10 @@ class Console(Metric):
             self._bar.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        if "validation_loss" in row:
+        if row.get("validation"):
             self._show_pending()
-            self._show_validation(row)
+            figures = {key: value for key, value in row.items() if key not in ("step", "validation")}
+            log.logger.info(f"validation after step {row['step']}: {log.validation_text(figures)}")
             return
         step = row["step"]
         self._first = self._first or (step, time.monotonic())
@@ -62,8 +63,9 @@ class Console(Metric):
             self._seconds += row.get("step_seconds", 0.0)
         self._last_tokens = row.get("tokens", 0)
         if self._bar is not None:
-            speed = f"{_short(row['tokens_per_second'])} tok/s" if "tokens_per_second" in row else ""
-            self._bar.update(self._task, completed=step, loss=f"loss {row['loss']:.4f}", speed=speed)
+            shown = [(key, title) for key, title, _ in COLUMNS if key in row]
+            figures = " ".join(f"{title} {self._cell(key, row)}" for key, title in shown)
+            self._bar.update(self._task, completed=step, figures=figures, left=self._time_left(step))
         self._pending = row
         due = step % self._log_freq == 0 or step in (self._start + 1, self._total)
         if due or row.get("skipped"):
@@ -84,12 +86,12 @@ class Console(Metric):
         width = 2 * len(str(self._total)) + 1
         if self._lines % TITLE_EVERY == 0:
             titles = "".join(f"{title:>{w}}" for _, title, w in columns)
-            log.logger.info(f"{'step':>{width}}{titles}{'left':>9}")
+            log.logger.info(f"{'step':>{width}}{titles}{'left':>8}")
         self._lines += 1
         cells = "".join(f"{self._cell(key, row):>{w}}" for key, _, w in columns)
         step = f"{row['step']}/{self._total}"
         end = "  skipped" if row.get("skipped") else ""
-        log.logger.info(f"{step:>{width}}{cells}{self._time_left(row['step']):>9}{end}")
+        log.logger.info(f"{step:>{width}}{cells}{self._time_left(row['step']):>8}{end}")
         self._tokens, self._seconds = 0, 0.0
 
     def _cell(self, key: str, row: Mapping[str, Any]) -> str:
@@ -117,24 +119,19 @@ class Console(Metric):
             return "-"
         return _clock((time.monotonic() - since) / (step - first) * (self._total - step))
 
-    def _show_validation(self, row: Mapping[str, Any]) -> None:
-        text = f"validation after step {row['step']}: loss {row['validation_loss']:.4f}"
-        if "validation_perplexity" in row:
-            text += f", perplexity {row['validation_perplexity']:.2f}"
-        if "validation_tokens" in row:
-            text += f" over {int(row['validation_tokens']):,} tokens"
-        log.logger.info(text)
-
 
 def _progress_bar(total: int, completed: int) -> tuple[Any, Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column
 
     columns = (
-        TextColumn("training"), BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"), TimeElapsedColumn(),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
+        TextColumn("left {task.fields[left]}", table_column=Column(no_wrap=True, min_width=12)),
+        TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )  # fmt: skip
     bar = Progress(*columns, console=log.console())
-    return bar, bar.add_task("training", total=total, completed=completed, loss="", speed="")
+    return bar, bar.add_task("training", total=total, completed=completed, figures="", left="-")
 
 
 def _short(number: float) -> str:

@@ -31,7 +31,7 @@ class TensorBoard(Metric):
         step = info["start_step"]
         self._writer = SummaryWriter(
             str(run.path / self.config.folder),
-            purge_step=step + 1 if step else None,
+            purge_step=step + 1,
             flush_secs=self.config.flush_seconds,
         )
 

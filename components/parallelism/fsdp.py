@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,9 +28,9 @@ class FullyShardedDataParallel(Parallelism):
     def apply(self, model: nn.Module, facts: Facts) -> None:
         mesh = facts.mesh.device_mesh
         sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
-        # None leaves the dtype alone; naming fp32 would only add copies.
+        # None leaves the dtype alone; naming the one they have would only add copies.
         policy = MixedPrecisionPolicy(
-            param_dtype=facts.param_dtype if facts.param_dtype != torch.float32 else None,
+            param_dtype=facts.param_dtype if facts.param_dtype != facts.dtype else None,
             reduce_dtype=facts.reduce_dtype,
         )
         reshard = self.config.reshard_after_forward

@@ -17,7 +17,7 @@ def one_fails(rank, world_size):
                 raise ValueError("the third batch is bad")
             dist.all_reduce(torch.zeros(1))
     except Exception as error:
-        account = board.account(error, rank, step)
+        account = board.account(error, rank, f"step {step}")
     dist.destroy_process_group()  # breaks the connections, as the end of the process would
     return account
 
@@ -27,4 +27,4 @@ def test_first_failure_is_named_on_every_rank():
     assert accounts[1].startswith("rank 1 failed in step 3: ValueError: the third batch is bad\n")
     assert "test_failure_board.py" in accounts[1]
     for rank in (0, 2):
-        assert accounts[rank] == "stopped: rank 1 failed first: ValueError: the third batch is bad (step 3)"
+        assert accounts[rank] == "stopped: rank 1 failed first, in step 3: ValueError: the third batch is bad"

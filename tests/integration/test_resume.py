@@ -102,7 +102,10 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     message = refused("--model.n_layers=3", "--training.seed=1", "--transforms.prores.residual_schedule.T=3")
     for key in ("model.n_layers = 3: was 4", "training.seed = 1: was 0", "prores.residual_schedule.T = 3.0: was 2.0"):
         assert key in message
-    assert "global_batch_size = -1: was 16" in refused("--training.global_batch_size=-1")
+    assert "global_batch_size = -1: comes to 4 here and was 16" in refused("--training.global_batch_size=-1")
+    # Also where the checkpoints are not looked at.
+    for elsewhere in ("--checkpoint.enabled=false", "--checkpoint.folder=other"):
+        assert "would start at step 0 over" in refused(elsewhere)
     assert "dataset.name = 'python_stdlib': was 'text'" in refused("--dataset.name=python_stdlib")
     # Where the text lies is free to change, what it says is not.
     (folder / "moved.txt").write_text(CORPUS.read_text())
@@ -112,7 +115,7 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     assert "nothing to resume" in launch(
         *debug(folder / "empty", "--checkpoint.resume=must"), status=2
     ).err  # fmt: skip
-    written_by_the_moved_run = ("recipe", "env", "train.log")
+    written_by_the_moved_run = ("recipe", "env", "train.log", "events.")
     for path, content in before.items():
         assert path.name.startswith(written_by_the_moved_run) or path.read_bytes() == content, path
 
@@ -166,3 +169,66 @@ def test_random_numbers_of_a_model_resume_bitwise(folder: Path, straight: dict[i
     launch(*debug(folder / "dropout-stopped", *own), ranks=2)
     assert losses(folder / "dropout-stopped") == losses(folder / "dropout-straight")
     assert losses(folder / "dropout-straight") != losses(straight[2])
+
+
+def test_default_batch_size_resumes_on_other_ranks_when_it_is_named(folder: Path) -> None:
+    """-1 is local_batch_size x ranks: what it came to has to stay."""
+    run = folder / "default-batch"
+    own = ["--training.global_batch_size=-1", "--training.steps=6"]
+    launch(*debug(run, *own, "--training.stop_after=3"), ranks=2)
+    refused = launch(*debug(run, *own), status=2)
+    assert "comes to 4 here and was 8 in the checkpoint: set it to 8" in refused.err
+    launch(*debug(run, "--training.steps=6", "--training.global_batch_size=8"))
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_damaged_checkpoints_are_named_and_nothing_is_moved(folder: Path, straight: dict[int, Path]) -> None:
+    run = folder / "damaged"
+    shutil.copytree(straight[1], run)
+    step_10, step_20 = (run / f"checkpoint/step-000000{k}" for k in (10, 20))
+    data = (step_10 / "__0_0.distcp").read_bytes()
+    (step_10 / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    failed = launch(*debug(run, "--checkpoint.resume=10"), status=1)
+    assert "checkpoint of step 10 cannot be read: on rank 0" in failed.err
+    assert step_20.is_dir(), "later checkpoints stay until the chosen one is loaded"
+    (step_10 / "meta.json").write_text('{"step": 1')
+    refused = launch(*debug(run, "--checkpoint.resume=10"), status=2)
+    assert "step-00000010/meta.json is not what a save writes" in refused.err
+    step_20.rename(run / "checkpoint/step-00000015")
+    assert "holds step 20" in launch(*debug(run), status=2).err
+    shutil.rmtree(run / "checkpoint/step-00000015")
+    (step_10 / ".metadata").unlink()  # no whole checkpoint: neither trusted nor in the way
+    (run / "latest_checkpoint").unlink()
+    finished = launch(*debug(run, "--training.stop_after=10"))
+    assert "starting at step 0" in finished.text and "checkpoints of steps 10 moved to" in finished.text
+
+
+def test_saving_does_not_touch_the_run(folder: Path) -> None:
+    """Not even before the optimizer has taken a step, because its first batch was passed over."""
+    (folder / "nan_first.py").write_text(NAN_FIRST)
+    own = [f"--import={folder / 'nan_first.py'}", "--loss.name=nan_first", "--training.on_nonfinite=skip"]
+    runs = {interval: folder / f"interval-{interval}" for interval in (1, 100)}
+    for interval, run in runs.items():
+        launch(*debug(run, *own, "--training.stop_after=5", f"--checkpoint.interval={interval}"))
+    assert str(losses(runs[1])) == str(losses(runs[100])) and losses(runs[1])[1] == "NaN"
+    again = folder / "from-empty-optimizer"
+    shutil.copytree(runs[1] / "checkpoint/step-00000001", again / "checkpoint/step-00000001")
+    launch(*debug(again, *own, "--training.stop_after=5"))
+    assert losses(again) == {step: loss for step, loss in losses(runs[1]).items() if step > 1}
+
+
+NAN_FIRST = '''
+import torch
+from titan_prores.registry import lookup, register
+
+CrossEntropy = lookup("loss", "cross_entropy")
+
+
+@register("loss", "nan_first")
+class NanFirst(CrossEntropy):
+    """Cross-entropy, but not a number where the model is still as it was drawn."""
+
+    def __call__(self, logits, labels):
+        value = super().__call__(logits, labels)
+        return value * float("nan") if torch.is_grad_enabled() and value / labels.numel() > 5.503 else value
+'''

@@ -228,7 +228,8 @@ def test_a_failure_on_one_rank_ends_all_with_one_summary(how: str, faulty: list[
     assert finished.status not in (0, None)
     if how == "raise":
         assert finished.err.count("rank 1 failed in step 3: ValueError: the sprocket has come off") == 1
-        assert "stopped: rank 1 failed first" in finished.err
+        assert "at faulty.py:" in finished.err  # where it was raised, not where it was called
+        assert "stopped: rank 1 failed first, in step 3" in finished.err
     else:
         assert "SIGKILL" in finished.err
     # torchrun's own summary agrees.
@@ -312,3 +313,64 @@ def test_check_prints_what_a_run_would_be_for_any_world_size() -> None:
     for word in ("dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks", "1. prores: 8 residual adds scaled, linear (T = 2)",
                  "2. fsdp: HSDP, 2 replicas of 4 shards", "234,176", "32 = 8 data ranks x 4 sequences"):  # fmt: skip
         assert word in finished.out.replace("2,048", "32"), word
+
+
+LONELY = '''
+import torch.distributed as dist
+from titan_prores.config import Section
+from titan_prores.errors import ConfigError
+from titan_prores.protocols import Metric, ValidatorSection
+from titan_prores.registry import register
+
+
+@register("metrics", "lonely")
+class Lonely(Metric):
+    """Finds a fault of the recipe on one rank alone, or fails where only rank 0 works."""
+
+    class Config(Section):
+        how: str
+
+    def start(self, run, info):
+        if self.config.how == "main":
+            raise OSError("no pen to write with")
+
+    def measure(self, step, model):
+        if self.config.how == "rank" and dist.get_rank() == 1:
+            raise ConfigError("data", "record 17 is bad")
+        return {"loss": 0.0} if self.config.how == "key" else {}
+
+
+@register("validator", "accuracy")
+class Accuracy:
+    """Another measure."""
+
+    Config = ValidatorSection
+
+    def __init__(self, config):
+        pass
+
+    def validate(self, model, loss, data, mesh, batch_size):
+        return {"accuracy": 0.25}
+'''
+
+
+@pytest.mark.slow
+def test_faults_that_one_rank_meets_alone_are_told(tmp_path: Path) -> None:
+    (tmp_path / "lonely.py").write_text(LONELY)
+    common = debug(tmp_path / "run", f"--import={tmp_path / 'lonely.py'}")
+    told = launch(*common, "--metrics.lonely.how=rank", ranks=2, status=None)
+    assert told.status not in (0, None) and told.err.count("data: record 17 is bad") == 1
+    told = launch(*common, "--metrics.lonely.how=main", ranks=2, status=None)
+    assert told.err.count("rank 0 failed in opening the run's records: OSError: no pen to write with") == 1
+    told = launch(*common, "--metrics.lonely.how=key", status=1)
+    assert "Lonely gives loss, which" in told.err or "a probe gives loss, which" in told.err
+
+
+def test_a_validator_of_ones_own_measures_what_it_likes(tmp_path: Path) -> None:
+    (tmp_path / "lonely.py").write_text(LONELY)
+    finished = launch(
+        *debug(tmp_path / "run", f"--import={tmp_path / 'lonely.py'}", "--validation.name=accuracy",
+               "--training.stop_after=2"),
+    )  # fmt: skip
+    assert "validation   accuracy 0.2500" in finished.out
+    assert rows(tmp_path / "run")[-1] == {"step": 2, "validation": True, "accuracy": 0.25}

@@ -80,6 +80,23 @@ def test_txt(tmp_path, monkeypatch, compress):
         assert list(dataset.documents()) == documents
 
 
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path, compress, share):
+    """Not taken for a shorter one."""
+    whole = compress(json_lines([os.urandom(5000).hex() for _ in range(50)]))
+    path = tmp_path / ("a.jsonl" + {gzip.compress: ".gz", zstandard.compress: ".zst"}[compress])
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(make("text", files=(str(path),)).documents())
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["two"]))
+    assert list(make("text", files=(str(tmp_path / "*"),)).documents()) == ["one", "two"]
+
+
 def test_globs_are_sorted_recursive_and_counted_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "deep/er/a.txt", "deep/c.txt", "odd[1].txt", "skipped.md"):

@@ -48,25 +48,27 @@ def store(request, tmp_path):
 def test_the_first_to_report_wins(store):
     boards = [FailureBoard(store), FailureBoard(store)]
     assert boards[0].first() is None
-    first = boards[1].report(1, 7, "ValueError: no")
-    assert (first.rank, first.step, first.message) == (1, 7, "ValueError: no")
-    assert boards[0].report(0, 8, "RuntimeError: Connection closed by peer") == first
+    first = boards[1].report(1, "step 7", "ValueError: no")
+    assert (first.rank, first.stage, first.message) == (1, "step 7", "ValueError: no")
+    assert boards[0].report(0, "step 8", "RuntimeError: Connection closed by peer") == first
     assert boards[0].first() == boards[1].first() == first
 
 
 def test_accounts_of_first_and_second(store):
     board = FailureBoard(store)
-    text = board.account(caught(raise_value_error), rank=1, step=7)
+    text = board.account(caught(raise_value_error), rank=1, stage="step 7")
     assert text.startswith("rank 1 failed in step 7: RuntimeError:") and "raise_value_error" in text
     lost = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:22144")
-    assert board.account(lost, rank=0, step=7).startswith("stopped: rank 1 failed first: RuntimeError:")
-    assert len(board.account(lost, rank=0, step=7).splitlines()) == 1
+    assert board.account(lost, rank=0, stage="step 7").startswith(
+        "stopped: rank 1 failed first, in step 7: RuntimeError:"
+    )
+    assert len(board.account(lost, rank=0, stage="step 7").splitlines()) == 1
 
 
 def test_peer_that_died_without_a_word(monkeypatch):
     monkeypatch.setattr(failures, "PEER_GRACE_SECONDS", 0.2)
     start = time.monotonic()
-    text = FailureBoard(HashStore()).account(RuntimeError("Connection closed by peer"), rank=0, step=4)
+    text = FailureBoard(HashStore()).account(RuntimeError("Connection closed by peer"), rank=0, stage="step 4")
     assert 0.2 <= time.monotonic() - start < 2
     assert "a rank that this one talks to is gone or late" in text
 
@@ -79,4 +81,4 @@ def test_a_store_that_is_gone_leaves_a_rank_its_own_failure():
     board = FailureBoard(client)
     del server
     assert board.first() is None
-    assert board.report(1, 2, "mine").message == "mine"
+    assert board.report(1, "step 2", "mine").message == "mine"

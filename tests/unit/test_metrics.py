@@ -57,7 +57,7 @@ def test_every_component_goes_through_a_run(name, run, monkeypatch, tmp_path):
     metric = make(name, **({"mode": "disabled"} if name == "wandb" else {}))
     metric.start(run, INFO)
     metric.write({**row(1), **metric.measure(1, model)})
-    metric.write({"step": 1, "validation_loss": 4.0, "validation_perplexity": math.exp(4)})
+    metric.write({"step": 1, "validation": True, "validation_loss": 4.0, "validation_perplexity": math.exp(4)})
     metric.close()
     make(name, **({"mode": "disabled"} if name == "wandb" else {})).close()  # a run may end before it starts
 
@@ -94,7 +94,15 @@ def test_console_lines(run, lines):
     for step in range(1, 24):
         metric.write(row(step, mfu=0.413))
         if step == 15:
-            metric.write({"step": 15, "validation_loss": 4.0, "validation_perplexity": 54.6, "validation_tokens": 8192})
+            metric.write(
+                {
+                    "step": 15,
+                    "validation": True,
+                    "validation_loss": 4.0,
+                    "validation_perplexity": 54.6,
+                    "validation_tokens": 8192,
+                }
+            )
     metric.write(row(24, skipped=True, loss=float("nan"), perplexity=float("nan")))
     metric.write(row(25))
     metric.close()
@@ -131,7 +139,7 @@ def test_console_shows_a_bar_on_a_terminal(run, monkeypatch):
     metric.write(row(7))
     metric.close()
     drawn = terminal.file.getvalue()
-    assert "7/40" in drawn and "loss 5.3333" in drawn and "12.3k tok/s" in drawn
+    assert "7/40" in drawn and "loss 5.3333" in drawn and "tok/s 12.3k" in drawn
 
 
 def test_tensorboard_scalars(run):

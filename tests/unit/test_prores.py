@@ -267,3 +267,61 @@ def test_what_cannot_be_rewritten_is_refused() -> None:
     model.layers[1].second_add = model.layers[1].first_add
     with pytest.raises(ValueError, match=r"used in two places"):
         prores(model)
+
+
+def test_what_an_add_does_besides_is_never_lost() -> None:
+    class Doubled(ResidualAdd):
+        def forward(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+            return residual + 2 * branch
+
+    model = Model()
+    model.layers[1].first_add = Doubled()
+    with pytest.raises(ValueError, match=r"layers\.1\.first_add does more than a ResidualAdd"):
+        prores(model)
+    model = Model()
+    model.layers[2].second_add.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers\.2\.second_add does more"):
+        prores(model)
+
+
+def test_guard_sees_outputs_of_any_shape_and_layers_called_alone() -> None:
+    class Wrapped(Model):
+        def forward(self, x: torch.Tensor) -> object:
+            return type("Output", (), {"x": super().forward(x)})()
+
+    model = Wrapped(recompute=True)
+    scaling = prores(model)
+    scaling.set_step(5)
+    output = model(inputs()).x
+    with pytest.raises(AlphaMovedError):
+        scaling.set_step(6)
+    output.sum().backward()
+    x = inputs()
+    for layer in model.layers:
+        x = layer(x)
+    with pytest.raises(AlphaMovedError):
+        scaling.set_step(6)
+    x.sum().backward()
+    scaling.set_step(6)
+
+
+def test_a_sequential_model_and_pickle() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(8) for _ in range(L)))
+    scaling = ProRes(model, Schedule("linear", L, T=10), layers=list(model))
+    scaling.set_step(0)
+    assert torch.equal(model(inputs()), inputs())
+    scaling.set_step(7)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copied = torch.load(file, weights_only=False)
+    assert torch.equal(copied(inputs()), model(inputs()))
+    copied.get_submodule("prores_alpha").set(np.zeros(L))
+    assert torch.equal(copied(inputs()), inputs()) and not torch.equal(model(inputs()), inputs())
+
+
+def test_a_schedule_without_a_number_is_refused() -> None:
+    scaling = ProRes(Model(), lambda step: np.full(L, np.nan if step else 1.0))
+    with pytest.raises(ValueError, match=r"nan.*at step 1"):
+        scaling.set_step(1)

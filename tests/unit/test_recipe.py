@@ -205,7 +205,6 @@ def changed(*overrides: str, first: tuple[str, ...] = ()):
     [
         ("--training.seed=1", "training.seed"),
         ("--training.seq_len=32", "training.seq_len"),
-        ("--training.global_batch_size=8", "training.global_batch_size"),
         ("--model.n_layers=2", "model.n_layers"),
         ("--model.norm=post", "model.norm"),
         ("--model.n_kv_heads=2", "model.n_kv_heads"),  # was not set

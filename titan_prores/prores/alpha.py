@@ -15,6 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan_prores.prores.residual import ScaledResidualAdd
 
 
+def _rebuild(adds: Sequence[Sequence[ScaledResidualAdd]], device: torch.device, values: np.ndarray) -> AlphaVector:
+    alpha = AlphaVector(adds, device)
+    alpha.set(values)
+    return alpha
+
+
 class AlphaVector(nn.Module):
     """Holds alpha(1..L) and hands each add a 0-dim view, so that one copy a step moves every layer.
 
@@ -71,6 +77,14 @@ class AlphaVector(nn.Module):
         memo[id(self)] = clone
         clone.set(self.values)
         return clone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled for the same reason in one piece, and without the mesh, which means nothing to another process.
+        return _rebuild, (self.adds, self._local.device, self.values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input: it may hang in an nn.Sequential, which calls all of its children."""
+        return x
 
     def extra_repr(self) -> str:
         return f"n_layers={len(self.adds)}"

@@ -39,9 +39,12 @@ class ProRes:
         layers: the blocks, shallowest first; `model.layers` when not given. All adds of one block share its alpha.
         mesh: device mesh of the run, for alpha as a replicated DTensor.
 
+    A deep copy of the model, such as an average of weights, keeps the alpha of its moment until
+    `copy.prores_alpha.set` moves it.
+
     Raises:
-        ValueError: a layer without a ResidualAdd, a ResidualAdd outside the layers, a model rewritten before, or a
-            schedule for another number of layers.
+        ValueError: a layer without a ResidualAdd, one outside the layers, of a class of its own or with hooks, a model
+            rewritten before, or a schedule for another number of layers.
     """
 
     def __init__(
@@ -65,21 +68,34 @@ class ProRes:
         self.alpha = AlphaVector(adds, device, mesh)
         model.add_module(ALPHA_NAME, self.alpha)
         self._unfinished: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        model.register_forward_hook(self._after_forward)
+        # On the layers too: a model's output may be an object that no tensor is found in, or nobody may call the model.
+        for module in (model, *layers):
+            module.register_forward_hook(self._after_forward)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_unfinished": None}  # graphs cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _unfinished=weakref.WeakSet())
 
     def set_step(self, step: int) -> None:
         """Set alpha for the update after `step` completed ones. Call it before the first forward pass of an update.
 
         Raises:
             AlphaMovedError: a forward pass still waits for its backward pass. Its gradient would mix two alphas:
-                silently wrong wherever activations are recomputed.
+                silently wrong wherever activations are recomputed. Only a model compiled as a whole escapes this check;
+                autograd's own then sees the change unless activations are recomputed.
+            ValueError: the schedule gave a value that is not finite.
         """
         if len(self._unfinished):
             raise AlphaMovedError(
                 f"set_step({step}) between a forward pass and its backward pass: set alpha once per optimizer update, "
                 "before its first forward pass (run evaluation under torch.no_grad)"
             )
-        self.alpha.set(np.asarray(self.schedule(step)))
+        values = np.asarray(self.schedule(step))
+        if not np.isfinite(values).all():
+            raise ValueError(f"the schedule gives alpha = {values.tolist()} at step {step}")
+        self.alpha.set(values)
         self.step = step
 
     @property
@@ -114,7 +130,7 @@ class ProRes:
 
 def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[ScaledResidualAdd]]:
     """Swap the adds in place; returns the new ones per layer."""
-    expected = {id(m): name for name, m in model.named_modules() if isinstance(m, ResidualAdd)}
+    expected = {id(m): (m, name) for name, m in model.named_modules() if isinstance(m, ResidualAdd)}
     found = [
         # named_children() would show a module that stands in two places once.
         [(parent, name, child) for parent in layer.modules() for name, child in parent._modules.items()
@@ -128,7 +144,12 @@ def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[Scaled
     inside = [id(child) for sites in found for _, _, child in sites]
     if len(set(inside)) != len(inside):
         raise ValueError("one ResidualAdd is used in two places; each place needs its own")
-    outside = [name for identity, name in expected.items() if identity not in set(inside)]
+    special = [name for m, name in expected.values() if type(m) is not ResidualAdd or m._forward_hooks]
+    if special:
+        raise ValueError(
+            f"{special[0]} does more than a ResidualAdd (a class of its own, or hooks), which would be lost"
+        )
+    outside = [name for identity, (_, name) in expected.items() if identity not in set(inside)]
     if outside:
         raise ValueError(f"{', '.join(outside)}: a ResidualAdd outside the layers has no alpha")
     adds = []
