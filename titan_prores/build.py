@@ -84,7 +84,8 @@ def build_components(recipe: Recipe) -> Components:
             try:
                 transform.check(model)
             except ConfigError as error:
-                raise error.under(part.key) from error
+                # The fault of a component inside of it, such as a schedule's, has its whole key already.
+                raise error if error.key.startswith(f"{part.key}.") else error.under(part.key) from error
         return transform
 
     parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])

@@ -25,7 +25,7 @@ class Compile(Transform):
     """torch.compile of each layer, all of them sharing one graph, and of the loss."""
 
     class Config(Section):
-        backend: str = setting("inductor", "what turns graphs into code; torch.compiler.list_backends()")
+        backend: str = setting("inductor", "what turns graphs into code: inductor, for debugging eager, aot_eager")
         # The modes with CUDA graphs are left out: layers that share code would overwrite each other's outputs.
         mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
             "default", "max-autotune-no-cudagraphs tries kernels for speed; its runs are not bitwise repeatable"
@@ -36,7 +36,7 @@ class Compile(Transform):
         @field_validator("backend")
         @classmethod
         def _known_backend(cls, value: str) -> str:
-            return one_of(value, torch.compiler.list_backends(exclude_tags=("experimental",)))
+            return one_of(value, ["eager", "aot_eager", *torch.compiler.list_backends()])
 
         @model_validator(mode="after")
         def _mode_fits(self) -> Compile.Config:
