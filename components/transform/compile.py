@@ -52,7 +52,7 @@ class Compile(Transform):
         if config.mode != "default":
             self.options["mode"] = config.mode
         self.updates = 0
-        self.seen = _Seen()
+        self.start = self.seen = _Seen()
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
         self.layers = list(model.layers)
@@ -90,7 +90,7 @@ class Compile(Transform):
             reasons = "; ".join(self.seen.new_reasons()) or "torch gives no reason"
             logger.warning("compile: %d graphs compiled again in step %d: %s", self.seen.new_graphs(), step, reasons)
         elif self.updates == WARMUP_UPDATES:
-            logger.info("compile: %d graphs after %d steps", graphs(), WARMUP_UPDATES)
+            logger.info("compile: %d graphs after %d steps", self.start.new_graphs(), WARMUP_UPDATES)
         self.seen = _Seen()
 
     def after_evaluation(self) -> None:
@@ -99,11 +99,11 @@ class Compile(Transform):
             logger.info("compile: %d more graphs for validation", self.seen.new_graphs())
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
-        return {"compiled_graphs": graphs()} if detailed else {}
+        return {"compiled_graphs": self.start.new_graphs()} if detailed else {}
 
 
 def graphs() -> int:
-    """Graphs that this process has compiled so far."""
+    """Graphs that this process has compiled so far, whoever asked for it."""
     return counters["stats"]["unique_graphs"]
 
 
