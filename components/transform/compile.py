@@ -88,7 +88,7 @@ class Compile(Transform):
             logger.warning("compile: graph break in step %d: %s", step, "; ".join(breaks))
         if self.updates > WARMUP_UPDATES and self.seen.new_graphs():
             reasons = "; ".join(self.seen.new_reasons()) or "torch gives no reason"
-            logger.warning("compile: %d graphs compiled again in step %d: %s", self.seen.new_graphs(), step, reasons)
+            logger.warning("compile: compiled again in step %d: %s", step, reasons)
         elif self.updates == WARMUP_UPDATES:
             logger.info("compile: %d graphs after %d steps", self.start.new_graphs(), WARMUP_UPDATES)
         self.seen = _Seen()
