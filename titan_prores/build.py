@@ -21,7 +21,7 @@ from titan_prores.parts import Part
 from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
 from titan_prores.recipe import Recipe, changes_since
 from titan_prores.run_folder import RunFolder
-from titan_prores.transform import Facts, Transform, apply_all
+from titan_prores.transform import Facts, Transform, apply_all, in_order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,7 +104,7 @@ def build_components(recipe: Recipe) -> Components:
 
 
 def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[str]:
-    """Apply the recipe's transforms to the model in place; returns a line for each.
+    """Apply the recipe's transforms to the model in place and to the loss; returns a line for each.
 
     Raises:
         ConfigError: the recipe needs something that no transform provides.
@@ -115,7 +115,10 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[
         param_dtype=DTYPES[recipe.training.mixed_precision_param or recipe.training.dtype],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
     )
-    return apply_all(components.model, components.transforms, facts)
+    lines = apply_all(components.model, components.transforms, facts)
+    for _, transform in in_order(components.transforms):
+        components.loss = transform.wrap_loss(components.loss)
+    return lines
 
 
 def choose_checkpoint(

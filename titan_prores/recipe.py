@@ -451,6 +451,14 @@ def _check_combinations(transforms: list[Part], errors: list[ConfigError], tree:
         for other in getattr(part.component, "conflicts", ()):
             if other in present:
                 errors.append(ConfigError(part.key, f"does not work together with {other}", where=where))
+        if hasattr(part.component, "check_beside"):
+            others = {other.name: other.config for other in transforms if other is not part}
+            try:
+                part.component.check_beside(part.config, others)
+            except ConfigError as error:
+                error.under(part.key)
+                error.where = error.where or tree.origin(split_key(error.key)) or where
+                errors.append(error)
 
 
 def resolve(tree: Tree, world_size: int = 1) -> Recipe:

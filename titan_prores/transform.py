@@ -6,7 +6,7 @@ parallelism shards nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,16 +21,24 @@ from titan_prores.recipe import AXES
 
 if TYPE_CHECKING:
     from titan_prores.mesh import Mesh
+    from titan_prores.protocols import Loss
 
 
 class Phase(IntEnum):
-    """When a transform is applied, first to last."""
+    """When a transform is applied, first to last.
+
+    The three in the middle wrap `layer.forward`, an attribute of the instance from then on: modules, their names and
+    the hooks on them stay what they are, and whatever a later phase hooks on a layer runs outside. Which side of the
+    compiled code activation checkpointing belongs on depends on how it works, so there is a phase for each.
+    """
 
     REWRITE = 1  # replaces modules of the model itself: ProRes
     PRECISION = 2  # swaps linears: float8
     TENSOR_PARALLEL = 3  # shards linears over an axis
-    WRAP = 4  # activation checkpointing and compile
-    DATA_PARALLEL = 5  # FSDP2, HSDP
+    CHECKPOINT_INSIDE = 4  # activation checkpointing that looks at single operations: the compiler has to see it
+    COMPILE = 5  # torch.compile of each layer
+    CHECKPOINT_OUTSIDE = 6  # activation checkpointing that runs a layer again as it is, compiled or not
+    DATA_PARALLEL = 7  # FSDP2, HSDP
 
 
 @dataclass
@@ -73,6 +81,18 @@ class Transform:
     def __init__(self, config: Section) -> None:
         self.config = config
 
+    @classmethod
+    def check_beside(cls, config: Section, others: Mapping[str, Section]) -> None:
+        """Look at the other transforms of a recipe, where `needs` and `conflicts` depend on the settings.
+
+        Args:
+            config: settings of this transform.
+            others: settings of every other transform and parallelism that is on, by name.
+
+        Raises:
+            ConfigError: they do not work together; its key is relative to this transform's section.
+        """
+
     def check(self, model: nn.Module) -> None:
         """Look at the untransformed model on the meta device, before any process group exists.
 
@@ -86,6 +106,10 @@ class Transform:
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
         """Raise RuntimeError unless the change took effect. A transform that matched nothing is an error."""
+
+    def wrap_loss(self, loss: Loss) -> Loss:
+        """What the run shall call instead of `loss`, in training and validation; called once, in order of phase."""
+        return loss
 
     def describe(self) -> str:
         """One line for the log and `--check`: what was done."""
@@ -126,6 +150,11 @@ def _names(model: nn.Module) -> list[str]:
     return [*model.state_dict(), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
 
 
+def in_order(transforms: Sequence[tuple[str, Transform]]) -> list[tuple[str, Transform]]:
+    """Named transforms sorted by phase."""
+    return sorted(transforms, key=lambda pair: pair[1].phase)
+
+
 def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], facts: Facts) -> list[str]:
     """Apply named transforms in the order of their phases and verify each.
 
@@ -137,7 +166,7 @@ def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], fac
             the model that no transform provides.
     """
     lines = []
-    for name, transform in sorted(transforms, key=lambda pair: pair[1].phase):
+    for name, transform in in_order(transforms):
         names = _names(model)
         try:
             transform.apply(model, facts)

@@ -133,10 +133,6 @@ class Watchdog:
             self._store.set(str(self._rank), json.dumps(asdict(progress)))
         except Exception:
             self._store_is_gone = True  # asked again, it would print each time where it failed
-            if not self._end.is_set():
-                logger.warning(
-                    "the job's store is gone, most likely with torchrun; ranks that still reach each other go on"
-                )
 
     def _read(self) -> dict[int, Progress | None]:
         """Rank -> what it published, None where it never did. Raises what the store raises."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import CORPUS, debug, launch, losses, rows
+from tests.integration.launch import CORPUS, debug, finish, launch, losses, rows, start
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -52,6 +52,29 @@ def test_stop_and_resume_is_bitwise_the_straight_run(ranks: int, folder: Path, s
     assert norms == [row["grad_norm"] for row in rows(straight[ranks]) if "loss" in row]
     done = launch(*debug(run), ranks=ranks)
     assert "nothing left to train" in done.text and losses(run) == losses(straight[ranks])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.timeout(1000)
+def test_stop_and_resume_is_bitwise_with_compile_and_activation_checkpointing(ranks: int, folder: Path) -> None:
+    """Compiled code is the same in every process, whatever was compiled before it."""
+    transforms = ["--transforms.compile.enabled=true", '--transforms.activation_checkpoint.mode="selective"']
+
+    def run(name: str, *overrides: str) -> str:
+        finished = finish(start(*debug(folder / name, *transforms, *overrides), ranks=ranks), timeout=300)
+        assert finished.status == 0, finished.text
+        # A layer and the loss, and both without gradients.
+        assert "compile: 2 graphs after 2 steps" in finished.text and "2 more graphs for validation" in finished.text
+        assert "compiled again" not in finished.text
+        return finished.text
+
+    straight, stopped = f"compiled-{ranks}", f"compiled-stopped-{ranks}"
+    run(straight)
+    run(stopped, "--training.stop_after=10")
+    assert "resuming at step 10" in run(stopped)
+    assert losses(folder / stopped) == losses(folder / straight)
+    norms = {name: [row["grad_norm"] for row in rows(folder / name) if "loss" in row] for name in (straight, stopped)}
+    assert norms[stopped] == norms[straight]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

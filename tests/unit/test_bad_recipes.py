@@ -251,6 +251,16 @@ BAD = {
         [],
         [["bad.toml:2: parallelism.fsdp.enabled = 'no'", "bool"]],
     ),
+    "transform that does not fit the model": (
+        '[transforms.activation_checkpoint]\nmode = "every_k"\nevery_k = 99',
+        [],
+        [["bad.toml:3: transforms.activation_checkpoint.every_k = 99", "the model has 4 layers"]],
+    ),
+    "transform that needs another one": (
+        '[transforms.activation_checkpoint]\nmode = "memory_budget"',
+        [],
+        [["bad.toml:2: transforms.activation_checkpoint.mode = 'memory_budget'", "needs the transform compile"]],
+    ),
     "flavor": (
         '[model]\nflavor = "350m"\nnrom = "pre"',
         [],

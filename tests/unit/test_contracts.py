@@ -251,7 +251,7 @@ def test_transforms(kind):
     for name in names(kind):
         component = registry.lookup(kind, name)
         assert issubclass(component, Transform) and (kind == "transform") != issubclass(component, Parallelism)
-        assert isinstance(getattr(component, "phase", Phase.WRAP), Phase)
+        assert isinstance(getattr(component, "phase", Phase.COMPILE), Phase)
         everything = {*names("transform"), *names("parallelism")}
         assert {*component.needs, *component.conflicts} <= everything - {name}
 

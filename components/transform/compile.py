@@ -1,0 +1,138 @@
+"""torch.compile of each layer and of the loss, and a watch on what it compiles."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import torch
+from pydantic import field_validator, model_validator
+from torch import nn
+from torch._dynamo.utils import counters, get_compilation_metrics
+
+from titan_prores.config import Section, one_of, setting
+from titan_prores.log import logger
+from titan_prores.protocols import Loss
+from titan_prores.registry import register
+from titan_prores.transform import Facts, Phase, Transform
+
+# Updates in which graphs are expected: some are compiled only for what the first left behind.
+WARMUP_UPDATES = 2
+
+
+@register("transform", "compile")
+class Compile(Transform):
+    """torch.compile of each layer, all of them sharing one graph, and of the loss."""
+
+    class Config(Section):
+        backend: str = setting("inductor", "what turns graphs into code: inductor, for debugging eager, aot_eager")
+        # The modes with CUDA graphs are left out: layers that share code would overwrite each other's outputs.
+        mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
+            "default", "max-autotune-no-cudagraphs tries kernels for speed; its runs are not bitwise repeatable"
+        )
+        fullgraph: bool = setting(True, "a graph break is an error; false = it is a warning")
+        loss: bool = setting(True, "compile the loss too")
+
+        @field_validator("backend")
+        @classmethod
+        def _known_backend(cls, value: str) -> str:
+            return one_of(value, ["eager", "aot_eager", *torch.compiler.list_backends()])
+
+        @model_validator(mode="after")
+        def _mode_fits(self) -> Compile.Config:
+            if self.mode != "default" and self.backend != "inductor":
+                raise ValueError(f"mode {self.mode} is one of backend inductor, not of {self.backend}")
+            return self
+
+    phase = Phase.COMPILE
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.options = {"backend": config.backend, "fullgraph": config.fullgraph}
+        if config.mode != "default":
+            self.options["mode"] = config.mode
+        self.updates = 0
+        self.start = self.seen = _Seen()
+
+    def apply(self, model: nn.Module, facts: Facts) -> None:
+        self.layers = list(model.layers)
+        self.before = [layer.forward for layer in self.layers]
+        for layer in self.layers:
+            # forward and not the module: torch.compile(layer) puts _orig_mod into the names of weights, and
+            # layer.compile() leaves no place between FSDP's hooks and the compiled code for checkpointing.
+            layer.forward = torch.compile(layer.forward, **self.options)
+
+    def verify(self, model: nn.Module, facts: Facts) -> None:
+        left = sum(layer.forward == before for layer, before in zip(self.layers, self.before, strict=True))
+        if left or not self.layers:
+            raise RuntimeError(f"torch.compile left {left or 'all'} layers as they were; is TORCH_COMPILE_DISABLE set?")
+
+    def wrap_loss(self, loss: Loss) -> Loss:
+        return torch.compile(loss.__call__, **self.options) if self.config.loss else loss
+
+    def describe(self) -> str:
+        config = self.config
+        settings = [f"mode {config.mode}"] * (config.mode != "default") + ["fullgraph"] * config.fullgraph
+        what = f"{len(self.layers)} layers{' and the loss' if config.loss else ''} by {config.backend}"
+        return ", ".join([what, *settings])
+
+    # --- What was compiled, and when ------------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> None:
+        self.seen = _Seen()
+
+    def after_step(self, step: int) -> None:
+        self.updates += 1
+        breaks = self.seen.new_breaks()
+        if breaks:
+            logger.warning("compile: graph break in step %d: %s", step, "; ".join(breaks))
+        if self.updates > WARMUP_UPDATES and self.seen.new_graphs():
+            reasons = "; ".join(self.seen.new_reasons()) or "torch gives no reason"
+            logger.warning("compile: compiled again in step %d: %s", step, reasons)
+        elif self.updates == WARMUP_UPDATES:
+            logger.info("compile: %d graphs after %d steps", self.start.new_graphs(), WARMUP_UPDATES)
+        self.seen = _Seen()
+
+    def after_evaluation(self) -> None:
+        # Without gradients a layer is another graph. More of them at a later evaluation is worth a line as well.
+        if self.seen.new_graphs():
+            logger.info("compile: %d more graphs for validation", self.seen.new_graphs())
+
+    def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
+        return {"compiled_graphs": self.start.new_graphs()} if detailed else {}
+
+
+def graphs() -> int:
+    """Graphs that this process has compiled so far, whoever asked for it."""
+    return counters["stats"]["unique_graphs"]
+
+
+class _Seen:
+    """State of torch's counters when it was made, to tell what came after."""
+
+    def __init__(self) -> None:
+        self.graphs, self.breaks, self.time_us = graphs(), dict(counters["graph_break"]), time.time_ns() // 1000
+
+    def new_graphs(self) -> int:
+        return graphs() - self.graphs
+
+    def new_breaks(self) -> list[str]:
+        """Why graphs broke, a line each."""
+        found = counters["graph_break"]
+        return [_line(reason) for reason, count in found.items() if count > self.breaks.get(reason, 0)]
+
+    def new_reasons(self) -> list[str]:
+        """Which guards made torch compile something again, a line each."""
+        # The newest 64 or so; an entry for each compilation, of forward or backward.
+        found = [
+            f"{c.co_name}: {_line(c.recompile_reason)}"
+            for c in get_compilation_metrics()
+            if c.recompile_reason and (c.start_time_us or 0) >= self.time_us
+        ]
+        return list(dict.fromkeys(found))
+
+
+def _line(text: str) -> str:
+    """Several lines of torch's as one that fits a log."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:297]}..."
