@@ -38,8 +38,12 @@ class Components:
     transforms: list[tuple[str, Transform]]
 
 
-def build_components(recipe: Recipe) -> Components:
+def build_components(recipe: Recipe, degrees: Mapping[str, int]) -> Components:
     """Build whatever can be built, and so checked, before a process group exists.
+
+    Args:
+        recipe: the resolved recipe.
+        degrees: mesh axis -> ranks along it.
 
     Raises:
         ConfigErrors: all faults that showed.
@@ -81,7 +85,7 @@ def build_components(recipe: Recipe) -> Components:
     def build_transform(part: Part) -> Transform:
         transform = part.build()
         if model is not None:
-            transform.check(model)
+            transform.check(model, degrees)
         return transform
 
     parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
