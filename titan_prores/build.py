@@ -106,7 +106,11 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[
         param_dtype=DTYPES[recipe.training.mixed_precision_param],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
     )
-    return apply_all(components.model, components.transforms, facts)
+    try:
+        return apply_all(components.model, components.transforms, facts)
+    except ConfigError as error:
+        error.where = error.where or recipe.origins.get(error.key)
+        raise
 
 
 def choose_checkpoint(

@@ -91,18 +91,16 @@ class TensorParallel(Parallelism):
             problem = f"the model {type(model).__name__} has no tensor_parallel_plan() that says how to split it"
             raise ConfigError(key, problem, value=self.degree, allowed="1")
         plan = model.tensor_parallel_plan()
-        reasons = [f"{name} {size} is no multiple of it" for name, size in plan.divisible.items() if size % self.degree]
-        reasons += [
-            f"{name} {size} leaves a rank without a share"
-            for name, size in plan.spread.items()
-            if not _all_have_a_share(size, self.degree)
-        ]
+        uneven = [f"{name} {size}" for name, size in plan.divisible.items() if size % self.degree]
+        scarce = [f"{name} {size}" for name, size in plan.spread.items() if not _all_have_a_share(size, self.degree)]
+        reasons = [f"does not divide {', '.join(uneven)}"] if uneven else []
+        reasons += [f"leaves a rank nothing of {', '.join(scarce)}"] if scarce else []
         if reasons:
+            common = math.gcd(*plan.divisible.values())
             valid = [
                 degree
-                for degree in range(1, math.gcd(*plan.divisible.values()) + 1)
-                if all(size % degree == 0 for size in plan.divisible.values())
-                and all(_all_have_a_share(size, degree) for size in plan.spread.values())
+                for degree in range(1, common + 1)
+                if common % degree == 0 and all(_all_have_a_share(size, degree) for size in plan.spread.values())
             ]
             raise ConfigError(key, "; ".join(reasons), value=self.degree, allowed=valid)
         if self.config.async_tp and not torch.cuda.is_available():
@@ -151,6 +149,7 @@ class TensorParallel(Parallelism):
             return
         if self.config.async_tp:
             self._overlap(next(model.parameters()).device)
+        # Not earlier: these parameters are not those that `apply` saw.
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_finish_sum)
 
@@ -180,7 +179,7 @@ def _all_have_a_share(size: int, degree: int) -> bool:
 
 
 def _finish_sum(parameter: nn.Parameter) -> None:
-    """A norm sees its part of the sequence only: sum its gradient over the ranks, which FSDP2 would do where it is on."""
+    """Sum the gradient of a norm, which saw its part of the sequence only; where FSDP2 is on, it does this itself."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
