@@ -168,8 +168,8 @@ def test_check_for_three_axes(capsys):
     order = [report.index(f" {n}. {name}: ") for n, name in enumerate(("prores", "tensor_parallel", "fsdp"), 1)]
     assert order == sorted(order)
     assert "tokens a step    1,024 = 4 data ranks x" in report
-    # 257 rows are 129 for the first of two ranks, and 33 of those for the first of four; norms are not split by tp.
-    parameters = 2 * 33 * 64 + 4 * ((4 * 64**2 + 3 * 64 * 176) // 8 + 2 * 64 // 4) + 64 // 4
+    # 257 rows are 129 for the first of two ranks, where fsdp splits the 64 columns; norms are not split by tp.
+    parameters = 2 * 129 * 64 // 4 + 4 * ((4 * 64**2 + 3 * 64 * 176) // 8 + 2 * 64 // 4) + 64 // 4
     for what in ("parameters", "gradients"):
         assert re.search(rf"^  {what} +{4 * parameters:,} ", report, re.MULTILINE)
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from components.model.llama import Llama, LlamaConfig
 from components.model.norm_schemes import NORM_SCHEMES
+from components.parallelism.fsdp import FullyShardedDataParallel
 from components.parallelism.tensor_parallel import TensorParallel
 from titan_prores import mesh as mesh_module
 from titan_prores.errors import ConfigError
@@ -91,6 +93,28 @@ def test_every_weight_is_placed(norm, tied):
     for name, placements in placed.items():
         row = name.endswith(("wo.weight", "w2.weight"))
         assert placements == ((Replicate() if "norm" in name else Shard(1 if row else 0)),), name
+
+
+def apply_with_fsdp(model: nn.Module, shards: int) -> None:
+    fsdp = FullyShardedDataParallel(FullyShardedDataParallel.Config())
+    mesh = mesh_module.start_fake({"dp_replicate": 1, "dp_shard": shards, "tp": 2})
+    try:
+        apply_all(model, [("fsdp", fsdp), ("tensor_parallel", parallel(model, 2))], Facts(mesh))
+    finally:
+        mesh_module.stop()
+
+
+def test_fsdp_splits_what_is_uneven_by_columns():
+    model = llama()
+    apply_with_fsdp(model, 4)
+    rows_of_rows = {name: isinstance(p.placements[0], _StridedShard) for name, p in model.named_parameters()}
+    assert model.tok_embeddings.weight.placements == model.output.weight.placements == (Shard(1), Shard(0))
+    assert not rows_of_rows["tok_embeddings.weight"] and rows_of_rows["layers.0.attention.wq.weight"]
+    even = llama(vocab_size=256)
+    apply_with_fsdp(even, 4)
+    assert isinstance(even.output.weight.placements[0], _StridedShard)
+    with pytest.raises(ConfigError, match=r"shard_degree = 3: does not divide the 64 columns of tok_emb"):
+        apply_with_fsdp(llama(), 3)
 
 
 def test_degree_1_changes_nothing():
