@@ -7,6 +7,7 @@ vocabulary (arXiv 1909.08053, 2205.05198).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -110,6 +111,8 @@ class TensorParallel(Parallelism):
         facts.handled |= set(self.axes)
         if self.degree == 1:
             return
+        # A block that ends in a norm returns a view of the norm's DTensor; residual adds change nothing in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         self.mesh = facts.mesh.device_mesh["tp"]
         self.plan: TensorParallelPlan = model.tensor_parallel_plan()
         for pattern, word in self.plan.modules.items():
