@@ -19,7 +19,7 @@ from titan_prores.log import logger
 from titan_prores.mesh import Mesh
 from titan_prores.parts import Part
 from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
-from titan_prores.recipe import Recipe, changes_since
+from titan_prores.recipe import SECTIONS, Recipe, changes_since
 from titan_prores.run_folder import RunFolder
 from titan_prores.transform import Facts, Transform, apply_all, in_order
 
@@ -41,8 +41,12 @@ class Components:
     transforms: list[tuple[str, Transform]]
 
 
-def build_components(recipe: Recipe) -> Components:
+def build_components(recipe: Recipe, degrees: Mapping[str, int]) -> Components:
     """Build whatever can be built, and so checked, before a process group exists.
+
+    Args:
+        recipe: the resolved recipe.
+        degrees: mesh axis -> ranks along it.
 
     Raises:
         ConfigErrors: all faults that showed.
@@ -54,7 +58,7 @@ def build_components(recipe: Recipe) -> Components:
         try:
             return build()
         except ConfigError as error:
-            if error.key != prefix and not error.key.startswith(f"{prefix}."):  # else it has its whole key already
+            if error.key.split(".")[0] not in SECTIONS:  # else it is the whole key already
                 error.under(prefix)
             error.where = error.where or recipe.origins.get(error.key)
             errors.append(error)
@@ -93,7 +97,7 @@ def build_components(recipe: Recipe) -> Components:
     def build_transform(part: Part) -> Transform:
         transform = part.build()
         if model is not None:
-            transform.check(model)
+            transform.check(model, degrees)
         return transform
 
     parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
@@ -115,7 +119,13 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[
         param_dtype=DTYPES[recipe.training.mixed_precision_param or recipe.training.dtype],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
     )
-    lines = apply_all(components.model, components.transforms, facts)
+    try:
+        lines = apply_all(components.model, components.transforms, facts)
+    except ConfigError as error:
+        whole_keys = {part.name: part.key for part in (*recipe.sets["transforms"], *recipe.sets["parallelism"])}
+        error.key = whole_keys.get(error.key, error.key)
+        error.where = error.where or recipe.origins.get(error.key)
+        raise
     for _, transform in in_order(components.transforms):
         components.loss = transform.wrap_loss(components.loss)
     return lines

@@ -17,8 +17,8 @@ def report(recipe: Recipe, world_size: int) -> str:
     Raises:
         ConfigError, ConfigErrors: what a run would refuse before its first step.
     """
-    components = build_components(recipe)
     degrees = plan_mesh(recipe.parallelism, world_size)
+    components = build_components(recipe, degrees)
     mesh = mesh_module.start_fake(degrees)
     try:
         n_parameters = sum(p.numel() for p in components.model.parameters())

@@ -73,6 +73,10 @@ class Mesh:
         self._data_group = data.get_group()
         self.data_rank = data.get_local_rank()
         self.data_size = data.size()
+        self._groups = [dist.group.WORLD, self._data_group, *(self.device_mesh.get_group(axis) for axis in degrees)]
+        if degrees.get("tp", 1) > 1:
+            # DTensor finds it and sums a norm over both axes at once: one collective, one result on all ranks.
+            self._groups.append(self.device_mesh["dp_shard", "tp"]._flatten("dp_shard_tp").get_group())
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
@@ -128,9 +132,8 @@ class Mesh:
             dist.distributed_c10d._set_pg_timeout(group_timeout(seconds), group)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Process groups of the run: the world, one an axis, and the data axes together."""
-        axes = [self.device_mesh.get_group(axis) for axis in self.degrees]
-        return [dist.group.WORLD, self._data_group, *axes]
+        """Process groups of the run: the world, the data axes together, one an axis, and those of several axes."""
+        return list(self._groups)
 
 
 def start(degrees: Mapping[str, int], device: torch.device, world: World, timeout_seconds: float) -> Mesh:

@@ -7,6 +7,7 @@ is what the `__init__` of its protocol lists. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,10 +88,34 @@ class Dataset(Protocol):
         """A string that changes whenever the documents might; part of the token cache's key."""
 
 
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """How the layers of a model are split over the ranks of a tensor-parallel group.
+
+    Between blocks each rank holds its part of the sequence. Every weight of the model belongs to a module of the plan.
+
+    Attributes:
+        modules: pattern of module names, * standing for one part of a dotted name -> how such a module is split:
+            "vocabulary", an embedding, by rows; its output is split over the sequence;
+            "sequence", a norm: whole weights, applied to a part of the sequence;
+            "gather", a module whose first input is the whole sequence;
+            "column" and "row", a linear inside of a gathered module, over its outputs or over its inputs; the sum of a
+            row is split over the sequence again;
+            "logits", the output projection, gathered, over the vocabulary.
+        divisible: what the degree must divide, under the name that a message gives it.
+        spread: what need not be divisible, but must leave every rank a share.
+    """
+
+    modules: Mapping[str, str]
+    divisible: Mapping[str, int]
+    spread: Mapping[str, int]
+
+
 class Model(Protocol):
     """An nn.Module from tokens_BS (int64) to logits_BSV, built under the meta device.
 
-    Every residual add in it is a `titan_prores.prores.ResidualAdd`.
+    Every residual add in it is a `titan_prores.prores.ResidualAdd`. A model that can be split by tensor parallelism has
+    a method `tensor_parallel_plan() -> TensorParallelPlan` as well.
     """
 
     layers: nn.ModuleList  # the blocks, shallowest first; each is sharded, compiled and warmed up as one
@@ -108,7 +133,11 @@ class Model(Protocol):
 
 
 class Loss(Protocol):
-    """Called as loss(logits_BSV, labels_BS) -> scalar: the fp32 sum over labels that are not -100."""
+    """Called as loss(logits_BSV, labels_BS) -> scalar: the fp32 sum over labels that are not -100.
+
+    Under tensor parallelism logits are a DTensor split over the vocabulary, and torch's loss_parallel is on; the scalar
+    is a plain tensor in any case.
+    """
 
     def __init__(self, config: Section) -> None: ...
 

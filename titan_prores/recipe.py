@@ -166,7 +166,7 @@ TORCHTITAN_KEYS: dict[str, str | None] = {
     "optimizer.early_step_in_backward": None,
     "parallelism.context_parallel_degree": None,
     "parallelism.disable_loss_parallel": None,
-    "parallelism.enable_async_tensor_parallel": None,
+    "parallelism.enable_async_tensor_parallel": "parallelism.tensor_parallel.async_tp",
     "parallelism.enable_compiled_autograd": None,
     "parallelism.expert_parallel_degree": None,
     "parallelism.expert_tensor_parallel_degree": None,

@@ -26,6 +26,7 @@ from titan_prores.mesh import World
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
 from titan_prores.run_folder import RunFolder
+from titan_prores.transform import computing
 from titan_prores.watchdog import Watchdog
 
 
@@ -63,14 +64,14 @@ class Trainer:
             ConfigError, ConfigErrors: the recipe does not fit the model, the data, the devices or the checkpoint.
         """
         recipe, world = self.recipe, self.world
-        self.parts = build_components(recipe)
+        degrees = plan_mesh(recipe.parallelism, world.size)
+        self.parts = build_components(recipe, degrees)
         self.metrics = self.parts.metrics
         self.transforms = [transform for _, transform in self.parts.transforms]
         device = mesh_module.choose_device(recipe.job.device, world)
         if recipe.training.deterministic:
             torch.use_deterministic_algorithms(True)
 
-        degrees = plan_mesh(recipe.parallelism, world.size)
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
         self.failures = FailureBoard(self.mesh.store)
         self.watchdog = Watchdog(
@@ -201,8 +202,9 @@ class Trainer:
         for number, (tokens_BS, labels_BS) in enumerate(batches, 1):
             for transform in self.transforms:
                 transform.before_microbatch(last=number == count)
-            loss = self.parts.loss(self.model(tokens_BS), labels_BS) / valid
-            loss.backward()
+            with computing(self.transforms):
+                loss = self.parts.loss(self.model(tokens_BS), labels_BS) / valid
+                loss.backward()
             loss_sum += loss.detach()
 
         probed = {}
@@ -302,9 +304,10 @@ class Trainer:
                 self.warned_of_no_validation = True
             return
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
-        self.last_validation = self.parts.validator.validate(
-            self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size
-        )
+        with computing(self.transforms):
+            self.last_validation = self.parts.validator.validate(
+                self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size
+            )
         for transform in self.transforms:
             transform.after_evaluation()
         if self.mesh.is_main:

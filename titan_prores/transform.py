@@ -6,7 +6,8 @@ parallelism shards nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -93,11 +94,16 @@ class Transform:
             ConfigError: they do not work together; its key is relative to this transform's section.
         """
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         """Look at the untransformed model on the meta device, before any process group exists.
 
+        Args:
+            model: the whole model.
+            degrees: mesh axis -> ranks along it.
+
         Raises:
-            ConfigError: the settings do not fit the model; its key is relative to the transform's section.
+            ConfigError: the settings do not fit the model or the mesh; its key is the full one, or
+                relative to the transform's section.
         """
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
@@ -120,6 +126,10 @@ class Transform:
 
     def before_step(self, step: int) -> None:
         """Before the first microbatch of the update after `step` completed ones."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Held around forward pass, loss and backward pass of a microbatch, and around a whole evaluation."""
+        return nullcontext()
 
     def before_microbatch(self, *, last: bool) -> None:
         """Before each forward pass of an update; `last` is the one whose backward must sum gradients over ranks."""
@@ -153,6 +163,15 @@ def _names(model: nn.Module) -> list[str]:
 def in_order(transforms: Sequence[tuple[str, Transform]]) -> list[tuple[str, Transform]]:
     """Named transforms sorted by phase."""
     return sorted(transforms, key=lambda pair: pair[1].phase)
+
+
+@contextmanager
+def computing(transforms: Sequence[Transform]) -> Iterator[None]:
+    """Every transform's `computing` at once, in the order given."""
+    with ExitStack() as stack:
+        for transform in transforms:
+            stack.enter_context(transform.computing())
+        yield
 
 
 def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], facts: Facts) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from titan_prores.config import Section
 from titan_prores.registry import register
@@ -22,4 +23,6 @@ class CrossEntropy:
     def __call__(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """fp32 sum over the labels that are not -100; 0 where there are none."""
         logits = logits_BSV.flatten(0, 1).float()
-        return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(logits, labels_BS.flatten(), ignore_index=-100, reduction="sum")
+        # Of logits that are split over the vocabulary every rank has the whole sum.
+        return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -8,7 +8,7 @@ halves of a head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from titan_prores.config import Section, one_of, setting
 from titan_prores.errors import ConfigError, nearest
 from titan_prores.init import InitRule
 from titan_prores.prores import ResidualAdd
+from titan_prores.protocols import TensorParallelPlan
 from titan_prores.registry import register
 
 # name -> (dim, ffn_dim, n_heads, n_layers); the shapes of the ProRes paper and its reference code.
@@ -122,6 +123,8 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
+    TENSOR_PARALLEL: ClassVar = {"wq": "column", "wk": "column", "wv": "column", "wo": "row"}
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.n_heads
@@ -146,6 +149,8 @@ class Attention(nn.Module):
 
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x) (arXiv 2002.05202)."""
+
+    TENSOR_PARALLEL: ClassVar = {"w1": "column", "w3": "column", "w2": "row"}
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -193,6 +198,13 @@ class Block(nn.Module):
         return self.ffn_out_norm(self.ffn_add(x_BSD, branch_BSD))
 
 
+class TiedOutput(nn.Module):
+    """Output projection with the embedding's weight, which a shared Parameter would not survive meta to_empty()."""
+
+    def forward(self, x_BSD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_BSD, weight_VD)
+
+
 def _norm(present: bool, config: LlamaConfig, scale: float = 1.0) -> nn.Module:
     if not present:
         if scale != 1.0:
@@ -223,8 +235,7 @@ class Llama(nn.Module):
             Block(config, scheme(layer, config.n_layers)) for layer in range(1, config.n_layers + 1)
         )
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        # Tied: the embedding's weight is used in place. A shared Parameter would not survive meta to_empty().
-        self.output = None if config.tie_embeddings else nn.Linear(config.dim, self.vocab_size, bias=False)
+        self.output = TiedOutput() if config.tie_embeddings else nn.Linear(config.dim, self.vocab_size, bias=False)
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Token ids [B, S], int64, to logits [B, S, V] in the dtype of the computation."""
@@ -232,9 +243,7 @@ class Llama(nn.Module):
         for layer in self.layers:
             x_BSD = layer(x_BSD, self.rotary)
         x_BSD = self.norm(x_BSD)
-        if self.output is None:
-            return F.linear(x_BSD, self.tok_embeddings.weight)
-        return self.output(x_BSD)
+        return self.output(x_BSD, self.tok_embeddings.weight) if self.config.tie_embeddings else self.output(x_BSD)
 
     def init_rules(self) -> list[InitRule]:
         return WEIGHT_INITS[self.config.init](self.config.dim, self.config.n_layers, self.config.init_std)
@@ -243,6 +252,29 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, (Rotary, BranchScaledRMSNorm)):
                 module.fill()
+
+    def tensor_parallel_plan(self) -> TensorParallelPlan:
+        config = self.config
+        block = {}
+        for layer in self.layers:
+            # A scheme may give each layer other norms; one that is not there is an Identity.
+            block |= {name: "sequence" for name, module in layer.named_children() if isinstance(module, nn.RMSNorm)}
+        for name, kind in (("attention", Attention), ("feed_forward", FeedForward)):
+            block |= {name: "gather", **{f"{name}.{linear}": word for linear, word in kind.TENSOR_PARALLEL.items()}}
+        return TensorParallelPlan(
+            modules={
+                "tok_embeddings": "vocabulary",
+                **{f"layers.*.{name}": word for name, word in block.items()},
+                "norm": "sequence",
+                # The tied weight is split already, so its product is too.
+                "output": "gather" if config.tie_embeddings else "logits",
+            },
+            divisible={
+                "model.n_heads": config.n_heads, "model.n_kv_heads": config.n_kv_heads or config.n_heads,
+                "model.ffn_dim": config.ffn_dim, "training.seq_len": self.seq_len,
+            },
+            spread={"the vocabulary of": self.vocab_size},
+        )  # fmt: skip
 
     def flops_per_token(self) -> int:
         """6 a matmul weight, and 12 * L * dim * S for attention, as PaLM counts (arXiv 2204.02311, appendix B)."""

@@ -6,9 +6,10 @@ from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_prores.config import Section, setting
+from titan_prores.errors import ConfigError
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Parallelism, Phase
 
@@ -34,9 +35,14 @@ class FullyShardedDataParallel(Parallelism):
             reduce_dtype=facts.reduce_dtype,
         )
         reshard = self.config.reshard_after_forward
+        columns = _split_by_columns(model, facts.mesh.degrees["dp_shard"])
+        how = {
+            "mesh": sharding, "mp_policy": policy,
+            "shard_placement_fn": lambda parameter: Shard(1) if parameter in columns else None,
+        }  # fmt: skip
         for layer in model.layers:
-            fully_shard(layer, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard != "never")
-        fully_shard(model, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard == "always")
+            fully_shard(layer, **how, reshard_after_forward=reshard != "never")
+        fully_shard(model, **how, reshard_after_forward=reshard == "always")
         # The loss is divided by the global number of labels, so gradients are summed over ranks, not averaged.
         # gloo has no scaled sum, hence the second call.
         for module in model.modules():
@@ -64,3 +70,30 @@ class FullyShardedDataParallel(Parallelism):
 
     def before_microbatch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
+
+
+def _split_by_columns(model: nn.Module, degree: int) -> set[nn.Parameter]:
+    """Parameters whose rows another axis has split unevenly, such as an embedding of 257 ids over two ranks.
+
+    Their shards of shards would not be where torch's placements say, beyond two by two ranks: neither weights by name
+    nor checkpoints could find them. Columns are free.
+
+    Raises:
+        ConfigError: a parameter without columns that `degree` divides.
+    """
+    found = set()
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        ranks = [parameter.device_mesh.size(axis) for axis, p in enumerate(parameter.placements) if p == Shard(0)]
+        if any(len(parameter) % size for size in ranks):
+            columns = parameter.shape[1] if parameter.ndim > 1 else 1
+            if columns % degree:
+                raise ConfigError(
+                    "parallelism.data_parallel_shard_degree",
+                    f"does not divide the {columns} columns of {name}, whose {len(parameter)} rows are split unevenly "
+                    "over tp",
+                    value=degree, allowed=[n for n in range(1, columns + 1) if columns % n == 0],
+                )  # fmt: skip
+            found.add(parameter)
+    return found

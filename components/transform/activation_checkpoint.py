@@ -82,7 +82,7 @@ class ActivationCheckpoint(Transform):
             return
         raise ConfigError("mode", problem, value=config.mode)
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         n_layers = len(model.layers)
         if self.config.mode == "every_k" and self.config.every_k > n_layers:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,7 @@ class ProResTransform(Transform):
 
     phase = Phase.REWRITE
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self.schedule = self.config.residual_schedule.build(n_layers=len(model.layers))
         # A user's own schedule shows its faults here rather than at its first step.
         values = self.schedule.alpha(0)

@@ -87,6 +87,27 @@ def test_resume_on_other_ranks(before: int, after: int, folder: Path, straight: 
     assert max(abs(found[step] - control[step]) for step in control) <= 1e-5
 
 
+def test_resume_from_fsdp2_to_tensor_parallel_to_one_process(folder: Path) -> None:
+    """Ten steps on each; after each change the losses are those of the run that goes on where it was."""
+    steps = ("--training.steps=30",)
+    runs = {name: folder / f"layouts-{name}" for name in ("fsdp2", "tp2", "one")}
+    launch(*debug(runs["fsdp2"], *steps, "--training.stop_after=20"), ranks=2)
+    for before, after, step, ranks, layout in (
+        ("fsdp2", "tp2", 10, 2, ["--parallelism.tensor_parallel_degree=2"]),
+        ("tp2", "one", 20, 1, []),
+    ):
+        name = f"checkpoint/step-{step:08d}"
+        shutil.copytree(runs[before] / name, runs[after] / name)
+        launch(*debug(runs[after], *steps, "--checkpoint.resume=must", *layout), ranks=ranks)
+        control, found = losses(runs[before]), losses(runs[after])
+        assert sorted(found) == list(range(step + 1, 31))
+        changed = range(step + 1, step + 11)
+        assert max(abs(found[step] - control[step]) for step in changed) <= 1e-5
+    metas = {name: json.loads((run / "checkpoint/step-00000020/meta.json").read_text()) for name, run in runs.items()}
+    assert [metas[name]["samples"] for name in ("fsdp2", "tp2", "one")] == [320] * 3
+    assert metas["tp2"]["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "tp": 2}
+
+
 def test_resume_with_other_microbatches_and_workers(folder: Path, straight: dict[int, Path]) -> None:
     run = resumed(
         folder, straight[1], "other-microbatches", 1, "--training.local_batch_size=8", "--dataset.num_workers=2"

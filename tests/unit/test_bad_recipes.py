@@ -151,6 +151,21 @@ BAD = {
         [],
         [["data_parallel_shard_degree and parallelism.tensor_parallel_degree", "only one"]],
     ),
+    "tensor parallelism that does not divide": (
+        "[model]\nn_kv_heads = 2\n[parallelism]\ntensor_parallel_degree = 4",
+        ["--world-size", "8"],
+        [["bad.toml:4: parallelism.tensor_parallel_degree = 4: does not divide model.n_kv_heads 2 (allowed: 1, 2)"]],
+    ),
+    "rest for tensor parallelism that does not divide": (
+        "[parallelism]\ntensor_parallel_degree = -1\ndata_parallel_shard_degree = 1",
+        ["--world-size", "16"],
+        [["bad.toml:2: parallelism.tensor_parallel_degree = 16: does not divide", "n_heads 4", "(allowed: 1, 2, 4)"]],
+    ),
+    "tensor parallelism that is off": (
+        "[parallelism]\ntensor_parallel_degree = 2\n[parallelism.tensor_parallel]\nenabled = false",
+        ["--world-size", "2"],
+        [["bad.toml:2: parallelism.tensor_parallel_degree = 2: no parallelism that is on handles this axis"]],
+    ),
     "degrees that do not fit": (
         "[parallelism]\ndata_parallel_shard_degree = 3",
         ["--world-size", "8"],

@@ -134,7 +134,8 @@ def test_check_of_the_debug_recipe(capsys, tmp_path):
     parameters = 2 * 257 * 64 + 4 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64
     assert f"parameters       {parameters:,} (0.23M)" in report
     assert "mesh             dp_replicate 1 x dp_shard 1 x tp 1 = 1 rank\n" in report
-    assert "transforms       1. prores: 8 residual adds scaled, linear (T = 2)\n                 2. fsdp: " in report
+    assert "transforms       1. prores: 8 residual adds scaled, linear (T = 2)\n" in report
+    assert "\n                 2. tensor_parallel: nothing to do" in report and "\n                 3. fsdp: " in report
     assert "tokens a step    1,024 = 1 data rank x 4 sequences x 64 tokens x 4 microbatches\n" in report
     assert "tokens in all    20,480 in 20 steps\n" in report
     assert re.search(rf"^  parameters +{4 * parameters:,} ", report, re.MULTILINE)
@@ -159,6 +160,18 @@ def test_check_for_eight_ranks(capsys):
         # A quarter, but that rows do not always divide evenly.
         assert held(whole, what) / 4 <= held(report, what) < held(whole, what) / 4 * 1.02
     assert "parameters       234,176" in report and "parameters       234,176" in whole  # of the model as a whole
+
+
+def test_check_for_three_axes(capsys):
+    report = check(capsys, "--world-size=8", "--parallelism.tensor_parallel_degree=2")
+    assert "mesh             dp_replicate 1 x dp_shard 4 x tp 2 = 8 ranks\n" in report
+    order = [report.index(f" {n}. {name}: ") for n, name in enumerate(("prores", "tensor_parallel", "fsdp"), 1)]
+    assert order == sorted(order)
+    assert "tokens a step    1,024 = 4 data ranks x" in report
+    # 257 rows are 129 for the first of two ranks, where fsdp splits the 64 columns; norms are not split by tp.
+    parameters = 2 * 129 * 64 // 4 + 4 * ((4 * 64**2 + 3 * 64 * 176) // 8 + 2 * 64 // 4) + 64 // 4
+    for what in ("parameters", "gradients"):
+        assert re.search(rf"^  {what} +{4 * parameters:,} ", report, re.MULTILINE)
 
 
 def test_world_size_comes_from_torchrun(capsys, monkeypatch):

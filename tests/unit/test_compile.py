@@ -13,6 +13,7 @@ from torch import nn
 from components.transform.compile import graphs
 from tests.unit.transformed import N_LAYERS, SEQ_LEN, VOCABULARY, T, Transformed, assert_same_bits, transform
 from titan_prores import config
+from titan_prores.errors import ConfigError
 from titan_prores.log import logger
 from titan_prores.parts import resolve_part
 from titan_prores.prores import ResidualAdd
@@ -152,7 +153,7 @@ def test_a_graph_break_is_a_warning_with_the_reason_or_an_error(messages: list[s
 
 def test_compiling_that_is_switched_off_in_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    with pytest.raises(RuntimeError, match="left 4 layers as they were"):
+    with pytest.raises(ConfigError, match="left 4 layers as they were"):
         compiled()
 
 

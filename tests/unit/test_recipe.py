@@ -78,9 +78,10 @@ def test_values_and_their_origins(tmp_path):
     # A part of a set is on because its table is there, unless it says otherwise.
     assert where["transforms.prores.enabled"] == "recipe.toml:4"
     assert where["parallelism.fsdp.enabled"] == "recipe.toml:23"
-    assert where["metrics.console.enabled"] == "components/defaults.toml:32"
+    assert where["metrics.console.enabled"] == "components/defaults.toml:34"
     assert [part.key for part in recipe.sets["metrics"]] == ["metrics.console", "metrics.jsonl", "metrics.second"]
-    assert recipe.sets["parallelism"] == () and recipe.disabled["parallelism"][0].name == "fsdp"
+    assert [part.name for part in recipe.sets["parallelism"]] == ["tensor_parallel"]
+    assert [part.name for part in recipe.disabled["parallelism"]] == ["fsdp"]
 
 
 def test_setting_a_key_of_a_transform_does_not_hide_what_switched_it_on():

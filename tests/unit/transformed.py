@@ -37,7 +37,7 @@ class Transformed:
         prores = transform("prores", residual_schedule={"name": "linear", "T": T})
         named = [(type(t).__name__, t) for t in (*transforms, prores)]
         for _, each in named:
-            each.check(self.model)
+            each.check(self.model, {"tp": 1})
         self.lines = apply_all(self.model, named, Facts(MESH))
         self.transforms = [each for _, each in in_order(named)]
         self.loss = CrossEntropy(CrossEntropy.Config())

@@ -1,0 +1,188 @@
+"""Tensor and sequence parallelism over DTensor: a model's own plan, turned into torch's parallel styles.
+
+The residual stream is split over the sequence, linears over their rows or columns, embedding and logits over the
+vocabulary (arXiv 1909.08053, 2205.05198).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from titan_prores.config import Section, setting
+from titan_prores.errors import ConfigError
+from titan_prores.protocols import TensorParallelPlan
+from titan_prores.registry import register
+from titan_prores.transform import Facts, Parallelism, Phase
+
+SEQUENCE = Shard(1)  # of activations [B, S, D]
+
+
+class GatherSequence(ParallelStyle):
+    """The module's first input, a local part of the sequence, is gathered once for all the linears inside."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            part = DTensor.from_local(inputs[0], device_mesh, (SEQUENCE,), run_check=False)
+            return part.redistribute(placements=(Replicate(),)), *inputs[1:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class VocabularyEmbedding(RowwiseParallel):
+    """Each rank looks up its own rows; the sum over ranks arrives split over the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=SEQUENCE)
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):  # torch counts the arguments
+        # What comes out is still on its way (an AsyncCollectiveTensor). Fed so to a compiled block under FSDP2, it
+        # gives the embedding a gradient of exactly 0 while the loss is right; a copy waits for it.
+        return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh).clone()
+
+
+# Word of a plan -> the style, and how the weight of such a module is placed; None = it has none of its own.
+STYLES: dict[str, tuple[Callable[[], ParallelStyle], Placement | None]] = {
+    "vocabulary": (VocabularyEmbedding, Shard(0)),
+    "sequence": (lambda: SequenceParallel(use_local_output=True), Replicate()),
+    "gather": (GatherSequence, None),
+    "column": (ColwiseParallel, Shard(0)),
+    "row": (lambda: RowwiseParallel(output_layouts=SEQUENCE), Shard(1)),
+    "logits": (lambda: ColwiseParallel(input_layouts=SEQUENCE, use_local_output=False), Shard(0)),
+}
+
+
+@register("parallelism", "tensor_parallel")
+class TensorParallel(Parallelism):
+    """Splits every layer over tp by the model's own plan, with sequence-parallel residual stream and loss parallel."""
+
+    class Config(Section):
+        async_tp: bool = setting(
+            False, "overlap communication with matmuls inside compiled blocks; CUDA with symmetric memory only"
+        )
+
+    phase = Phase.TENSOR_PARALLEL
+    axes = ("tp",)
+
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
+        self.degree = degrees["tp"]
+        if self.degree == 1:
+            return
+        key = "parallelism.tensor_parallel_degree"
+        if not hasattr(model, "tensor_parallel_plan"):
+            problem = f"the model {type(model).__name__} has no tensor_parallel_plan() that says how to split it"
+            raise ConfigError(key, problem, value=self.degree, allowed="1")
+        plan = model.tensor_parallel_plan()
+        uneven = [f"{name} {size}" for name, size in plan.divisible.items() if size % self.degree]
+        scarce = [f"{name} {size}" for name, size in plan.spread.items() if not _all_have_a_share(size, self.degree)]
+        reasons = [f"does not divide {', '.join(uneven)}"] if uneven else []
+        reasons += [f"leaves a rank nothing of {', '.join(scarce)}"] if scarce else []
+        if reasons:
+            common = math.gcd(*plan.divisible.values())
+            valid = [
+                degree
+                for degree in range(1, common + 1)
+                if common % degree == 0 and all(_all_have_a_share(size, degree) for size in plan.spread.values())
+            ]
+            raise ConfigError(key, "; ".join(reasons), value=self.degree, allowed=valid)
+        if self.config.async_tp and not torch.cuda.is_available():
+            raise ConfigError("parallelism.tensor_parallel.async_tp", "needs CUDA", value=True, allowed="false")
+
+    def apply(self, model: nn.Module, facts: Facts) -> None:
+        facts.handled |= set(self.axes)
+        if self.degree == 1:
+            return
+        # A block that ends in a norm returns a view of the norm's DTensor; residual adds change nothing in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        self.mesh = facts.mesh.device_mesh["tp"]
+        self.plan: TensorParallelPlan = model.tensor_parallel_plan()
+        for pattern, word in self.plan.modules.items():
+            if word not in STYLES:
+                raise ValueError(f"the plan has {word} for {pattern} (allowed: {', '.join(STYLES)})")
+            make_style, _ = STYLES[word]
+            for _, module in matching(model, pattern):
+                # The weights are on the meta device: there is nothing to send to other ranks.
+                parallelize_module(module, self.mesh, make_style(), src_data_rank=None)
+
+    def verify(self, model: nn.Module, facts: Facts) -> None:
+        if self.degree == 1:
+            return
+        for pattern, word in self.plan.modules.items():
+            modules = list(matching(model, pattern))
+            if not modules:
+                raise RuntimeError(f"{pattern} of the tensor-parallel plan matches no module")
+            _, placement = STYLES[word]
+            placed = [parameter for _, module in modules for parameter in module.parameters(recurse=False)]
+            if placement is not None and not placed:
+                raise RuntimeError(f"no module that {pattern} of the tensor-parallel plan matches has a weight")
+            if placement is not None and any(getattr(p, "placements", None) != (placement,) for p in placed):
+                raise RuntimeError(f"weights of {pattern} are not placed as its {word} in the plan says")
+        # One parameter on another mesh would end the run at its first clipping of gradients.
+        left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        if left:
+            raise RuntimeError(f"parameters that the tensor-parallel plan leaves out: {', '.join(left[:3])}")
+
+    def describe(self) -> str:
+        if self.degree == 1:
+            return "nothing to do, tensor_parallel_degree is 1"
+        how = ", asynchronous in compiled blocks" if self.config.async_tp else ""
+        return f"{self.degree} ranks split every layer, the residual stream by sequence, the vocabulary by rows{how}"
+
+    def on_materialize(self, model: nn.Module) -> None:
+        if self.degree == 1:
+            return
+        if self.config.async_tp:
+            self._overlap(next(model.parameters()).device)
+        # Not earlier: these parameters are not those that `apply` saw.
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_finish_sum)
+
+    def _overlap(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ConfigError("parallelism.tensor_parallel.async_tp", "needs CUDA", value=True, allowed="false")
+        from torch._inductor import config as inductor
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        inductor._micro_pipeline_tp = True
+        enable_symm_mem_for_group(self.mesh.get_group().group_name)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return loss_parallel() if self.degree > 1 else super().computing()
+
+
+def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose name matches a shell-style pattern, where * stands for one part of a dotted name."""
+    for name, module in model.named_modules():
+        if name.count(".") == pattern.count(".") and fnmatchcase(name, pattern):
+            yield name, module
+
+
+def _all_have_a_share(size: int, degree: int) -> bool:
+    """Whether chunks of ceil(size / degree) leave something for the last of `degree` ranks."""
+    return (degree - 1) * -(-size // degree) < size
+
+
+def _finish_sum(parameter: nn.Parameter) -> None:
+    """Sum the gradient of a norm, which saw its part of the sequence only; where FSDP2 is on, it does this itself."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
