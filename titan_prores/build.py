@@ -191,6 +191,8 @@ def prepare_data(
     except ConfigError as error:
         raise error.under("dataset") from error
     windows = TokenWindows(cache.train, recipe.training.seq_len)
+    if recipe.slots["validation"].config.enabled and not len(cache.validation):
+        logger.warning("no document is held out, so nothing will be validated (dataset.validation_fraction)")
     found = mesh.gather(cache.fingerprint)
     for rank, fingerprint in enumerate(found):
         if fingerprint != found[0]:

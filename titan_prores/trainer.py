@@ -6,8 +6,7 @@ import gc
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from titan_prores.log import logger, setup
 from titan_prores.mesh import World
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
+from titan_prores.records import Records, add, perplexity
 from titan_prores.run_folder import RunFolder
 from titan_prores.transform import computing
 from titan_prores.watchdog import Watchdog
@@ -52,7 +52,6 @@ class Trainer:
         self.failures: FailureBoard | None = None
         self.log_file: Path | None = None
         self.last_validation: dict[str, float] = {}
-        self.warned_of_no_validation = False
         self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
 
     # --- Build ----------------------------------------------------------------------------------------------------
@@ -66,13 +65,13 @@ class Trainer:
         recipe, world = self.recipe, self.world
         degrees = plan_mesh(recipe.parallelism, world.size)
         self.parts = build_components(recipe, degrees)
-        self.metrics = self.parts.metrics
         self.transforms = [transform for _, transform in self.parts.transforms]
         device = mesh_module.choose_device(recipe.job.device, world)
         if recipe.training.deterministic:
             torch.use_deterministic_algorithms(True)
 
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
+        self.records = Records(self.parts.metrics, is_main=self.mesh.is_main)
         self.failures = FailureBoard(self.mesh.store)
         self.watchdog = Watchdog(
             self.mesh.store, world.rank, world.size, recipe.comm.init_timeout_seconds, self.mesh.groups()
@@ -138,12 +137,16 @@ class Trainer:
         if training.gc_freq:
             gc.disable()
         first_step = self.step + 1
-        self.loader = self._microbatches()
+        self.loader = microbatches(
+            self.windows, seed=training.seed, start_position=self.samples, local_batch_size=training.local_batch_size,
+            data_rank=self.mesh.data_rank, data_ranks=self.mesh.data_size,
+            num_workers=recipe.slots["dataset"].config.num_workers,
+        )  # fmt: skip
         with ExitStack() as stack:
             stack.callback(gc.enable)
             stack.callback(self.watchdog.close)
             stack.enter_context(closing(self.loader))
-            stack.enter_context(self._closing_metrics())
+            stack.enter_context(self.records.closing())
             profile = stack.enter_context(
                 profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step)
             )
@@ -171,19 +174,6 @@ class Trainer:
             "validation": self.last_validation,
         }  # fmt: skip
 
-    @contextmanager
-    def _closing_metrics(self) -> Iterator[None]:
-        """Close them however the run ends; what goes wrong in that must not hide why it ended."""
-        try:
-            yield
-        except BaseException:
-            for metric in self.metrics if self.mesh.is_main else ():
-                with suppress(Exception):
-                    metric.close()
-            raise
-        for metric in self.metrics if self.mesh.is_main else ():
-            metric.close()
-
     def train_step(self) -> None:
         """One optimizer update: number `self.step + 1`."""
         for transform in self.transforms:
@@ -207,9 +197,7 @@ class Trainer:
                 loss.backward()
             loss_sum += loss.detach()
 
-        probed = {}
-        for metric in self.metrics:
-            _add(probed, metric.measure(self.step + 1, self.model), metric)
+        probed = self.records.measure(self.step + 1, self.model)
         grad_norm = self._clip_gradients()
         loss_sum = self.mesh.sum_over_data(loss_sum)
         loss_value, norm_value = torch.stack([loss_sum, grad_norm]).tolist()  # the one wait for the device
@@ -248,13 +236,6 @@ class Trainer:
 
     # --- Around the step ------------------------------------------------------------------------------------------
 
-    def _microbatches(self) -> Any:
-        return microbatches(
-            self.windows, seed=self.recipe.training.seed, start_position=self.samples,
-            local_batch_size=self.recipe.training.local_batch_size, data_rank=self.mesh.data_rank,
-            data_ranks=self.mesh.data_size, num_workers=self.recipe.slots["dataset"].config.num_workers,
-        )  # fmt: skip
-
     def _open_records(self, info: dict[str, Any]) -> None:
         """Rank 0: write what the run is, and take rows of steps that will be trained again out of metrics.jsonl."""
         moved = self.run.set_aside_metrics(self.step)
@@ -267,8 +248,7 @@ class Trainer:
             "%s: %.2fM parameters, %d ranks on %s, %d tokens a step", self.recipe.slots["model"].name, parameters / 1e6,
             self.mesh.size, self.mesh.device.type, self.batch_size * self.recipe.training.seq_len,
         )  # fmt: skip
-        for metric in self.metrics:
-            metric.start(self.run, info)
+        self.records.start(self.run, info)
 
     def _log_step(self, loss: float, grad_norm: float, factor: float, probed: dict[str, Any], skipped: bool) -> None:
         tokens = self.batch_size * self.recipe.training.seq_len
@@ -277,7 +257,7 @@ class Trainer:
         if not self.mesh.is_main:
             return
         row = {
-            "step": self.step, "loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "step": self.step, "loss": loss, "perplexity": perplexity(loss),
             "grad_norm": grad_norm, "lr": self.optimizer.param_groups[-1]["lr"],
             "tokens": self.samples * self.recipe.training.seq_len, "tokens_per_second": speed, "step_seconds": seconds,
             "memory_gib": throughput.memory_gib(self.mesh.device),
@@ -288,20 +268,13 @@ class Trainer:
             row["skipped"] = True
         detailed = self.step % self.recipe.metrics.log_freq == 0
         for transform in self.transforms:
-            _add(row, transform.row(self.step, detailed=detailed), transform)
-        _add(row, probed, "a probe")
-        self._write(row)
-
-    def _write(self, row: dict[str, Any]) -> None:
-        for metric in self.metrics:
-            metric.write(row)
+            add(row, transform.row(self.step, detailed=detailed), type(transform).__name__)
+        add(row, probed, "a probe")
+        self.records.write(row)
 
     def validate(self) -> None:
         """Measure on held-out text and write a validation row."""
         if not len(self.data.validation):
-            if not self.warned_of_no_validation:
-                logger.warning("no document is held out: there is nothing to validate on (dataset.validation_fraction)")
-                self.warned_of_no_validation = True
             return
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         with computing(self.transforms):
@@ -310,8 +283,7 @@ class Trainer:
             )
         for transform in self.transforms:
             transform.after_evaluation()
-        if self.mesh.is_main:
-            self._write({"step": self.step, "validation": True, **self.last_validation})
+        self.records.write({"step": self.step, "validation": True, **self.last_validation})
 
     def save(self) -> None:
         """Write a full checkpoint."""
@@ -328,11 +300,3 @@ class Trainer:
         """End a run that went well: let the folder go and leave the process group together."""
         self.run.close()
         mesh_module.stop()
-
-
-def _add(row: dict[str, Any], more: Mapping[str, Any], source: object) -> None:
-    """Put keys into a row, none of which it may have."""
-    if taken := row.keys() & more.keys():
-        name = source if isinstance(source, str) else type(source).__name__
-        raise RuntimeError(f"{name} gives {', '.join(sorted(taken))}, which the metrics row has already")
-    row.update(more)

@@ -88,7 +88,7 @@ def train_all(
 def assert_same_run(run: dict[str, Any], reference: dict[str, Any]) -> None:
     """Weights bitwise; every gradient within 1e-5 of its norm and zero only where the reference's is; losses 1e-5.
 
-    The gradients are those after clipping, which hides a common factor; the norm before it does not.
+    Gradients are those before clipping, which would hide a common factor.
     """
     assert run["weights"].keys() == reference["weights"].keys()
     for name, weight in reference["weights"].items():
