@@ -19,19 +19,22 @@ def report(recipe: Recipe, world_size: int) -> str:
     """
     degrees = plan_mesh(recipe.parallelism, world_size)
     components = build_components(recipe, degrees)
+    training = recipe.training
+    data_ranks = data_parallel_size(degrees)
+    batch = global_batch_size(training, data_ranks)
+    microbatches = batch // (training.local_batch_size * data_ranks)
     mesh = mesh_module.start_fake(degrees)
     try:
         n_parameters = sum(p.numel() for p in components.model.parameters())
         transforms = transform_model(recipe, components, mesh)
         held = state_bytes(components.model, components.optimizer)
+        more: dict[str, int] = {}
+        for _, transform in components.transforms:
+            more |= transform.held_bytes(components.model, microbatches)
         flops = components.model.flops_per_token()
     finally:
         mesh_module.stop()
 
-    training = recipe.training
-    data_ranks = data_parallel_size(degrees)
-    batch = global_batch_size(training, data_ranks)
-    microbatches = batch // (training.local_batch_size * data_ranks)
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
     lines = [
         annotated_toml(recipe).rstrip(),
@@ -44,11 +47,12 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"x {_count(microbatches, 'microbatch')}",
         f"tokens in all    {batch * training.seq_len * training.steps:,} in {training.steps:,} steps",
         f"flops a token    {flops:.3e} forward and backward",
-        "bytes per rank   (rank 0, between steps; activations are not included)",
+        "bytes per rank   (rank 0; activations are not included)",
         f"  parameters     {_bytes(held.parameters)}",
         f"  gradients      {_bytes(held.gradients)}",
         f"  optimizer      {_bytes(held.optimizer)}",
-        f"  together       {_bytes(held.parameters + held.gradients + held.optimizer)}",
+        *(f"  besides        {_bytes(size)}  {what}" for what, size in more.items()),
+        f"  together       {_bytes(held.parameters + held.gradients + held.optimizer + sum(more.values()))}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -55,6 +55,14 @@ class ValidatorSection(Section):
     freq: int = setting(100, "validate every so many steps, and after the last", unit="optimizer steps", gt=0)
 
 
+# Kind -> what the Config of its components stands on; an ordinary Section where it is not listed.
+SECTIONS: dict[str, type[Section]] = {
+    "dataset": DatasetSection,
+    "checkpoint": CheckpointSection,
+    "validator": ValidatorSection,
+}
+
+
 # --- Protocols ----------------------------------------------------------------------------------------------------
 
 

@@ -41,17 +41,21 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "model": Kind("network from token ids to logits", "same", ("forward", "init_rules", "fill_buffers")),
+    "model": Kind(
+        "network from token ids to logits", "same", ("forward", "init_rules", "fill_buffers", "flops_per_token")
+    ),
     "tokenizer": Kind("text to token ids", "same", ("encode", "decode", "fingerprint")),
     "dataset": Kind("source of text documents", "same", ("documents", "fingerprint")),
     "loss": Kind("summed training loss of logits against labels", "same", ("__call__",)),
     "optimizer": Kind("torch.optim.Optimizer over named parameters", "free", ("build",)),
     "lr_scheduler": Kind("learning rate as a pure function of the step", "free", ("factor",)),
     "residual_schedule": Kind("alpha(layer, step) of Progressive Residual Warmup", "same", ("alpha",)),
-    "transform": Kind("change of the model, applied in the order of its phase", "free", ("apply",)),
-    "parallelism": Kind("transform that spreads the model over axes of the device mesh", "free", ("apply", "axes")),
-    "checkpoint": Kind("saves and loads the state of a run", "free", ("choose", "save", "load")),
-    "metrics": Kind("measures a run, or shows its rows", "free", ("write",)),
+    "transform": Kind("change of the model, applied in the order of its phase", "free", ("apply", "check", "row")),
+    "parallelism": Kind(
+        "transform that spreads the model over axes of the device mesh", "free", ("apply", "check", "row", "axes")
+    ),
+    "checkpoint": Kind("saves and loads the state of a run", "free", ("choose", "read_meta", "save", "load")),
+    "metrics": Kind("measures a run, or shows its rows", "free", ("start", "measure", "write", "close")),
     "validator": Kind("measures the model on held-out text", "free", ("validate",)),
 }
 
@@ -116,11 +120,14 @@ def _check_shape(kind: str, key: str, component: object) -> None:
     """A component that could not work is refused by name when it is registered or looked up, not in mid-run."""
     if not inspect.isclass(component):
         raise ConfigError(key, f"is no {kind} component: it is not a class", value=component)
+    from titan_prores.protocols import SECTIONS  # which stands on this module's own imports
+
+    section = SECTIONS.get(kind, Section)
     missing = [m for m in ("Config", *KINDS[kind].methods) if not _has(component, m)]
     if missing:
         what = f"lacks {', '.join(missing)}"
-    elif not (inspect.isclass(component.Config) and issubclass(component.Config, Section)):
-        what = "has a Config that is no titan_prores.config.Section"
+    elif not (inspect.isclass(component.Config) and issubclass(component.Config, section)):
+        what = f"has a Config that is no {section.__module__}.{section.__qualname__}"
     else:
         return
     raise ConfigError(key, f"is no {kind} component: {component.__qualname__} {what} (see titan_prores.protocols)")

@@ -54,8 +54,6 @@ class Trainer:
         self.last_validation: dict[str, float] = {}
         self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
 
-    # --- Build ----------------------------------------------------------------------------------------------------
-
     def build(self) -> None:
         """Everything up to the first step; what can be refused is refused before text is tokenised.
 
@@ -117,8 +115,6 @@ class Trainer:
         if unfilled := unfilled_buffers(model):
             raise ConfigError("model", f"its fill_buffers leaves {', '.join(unfilled[:3])} unset")
         return model.train()
-
-    # --- Train ----------------------------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
         """Train to `training.steps` or `training.stop_after`; returns what to say at the end."""
@@ -233,8 +229,6 @@ class Trainer:
         if self.skipped_in_a_row > training.max_nonfinite_skips:
             raise NonFiniteError(f"{what}, after {training.max_nonfinite_skips} batches passed over in a row")
         logger.warning("%s: batch passed over, %d in a row", what, self.skipped_in_a_row)
-
-    # --- Around the step ------------------------------------------------------------------------------------------
 
     def _open_records(self, info: dict[str, Any]) -> None:
         """Rank 0: write what the run is, and take rows of steps that will be trained again out of metrics.jsonl."""

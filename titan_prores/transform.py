@@ -140,6 +140,10 @@ class Transform:
     def after_evaluation(self) -> None:
         """Forward passes that no backward pass follows are over."""
 
+    def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
+        """What this rank holds besides weights, gradients and optimizer state: what it is -> bytes. For `--check`."""
+        return {}
+
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         """Keys for the metrics row of update `step`; `detailed` asks for per-layer lists too."""
         return {}

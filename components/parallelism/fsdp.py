@@ -49,7 +49,7 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self.model, self.mesh = model, facts.mesh
+        self.model, self.mesh, self.reduce_dtype = model, facts.mesh, facts.reduce_dtype
         facts.handled |= {*self.axes, "mixed_precision"}
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
@@ -67,6 +67,13 @@ class FullyShardedDataParallel(Parallelism):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
+        if microbatches == 1:
+            return {}
+        shards = self.mesh.degrees["dp_shard"]
+        count = sum(parameter.to_local().numel() for parameter in model.parameters()) * shards
+        return {"gradients of whole layers, until the last microbatch sums them": count * self.reduce_dtype.itemsize}
 
     def before_microbatch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)

@@ -156,7 +156,7 @@ def test_check_for_eight_ranks(capsys):
     def held(text: str, what: str) -> int:
         return int(re.search(rf"^  {what} +([\d,]+) ", text, re.MULTILINE)[1].replace(",", ""))
 
-    for what in ("parameters", "gradients", "optimizer", "together"):
+    for what in ("parameters", "gradients", "optimizer"):
         # A quarter, but that rows do not always divide evenly.
         assert held(whole, what) / 4 <= held(report, what) < held(whole, what) / 4 * 1.02
     assert "parameters       234,176" in report and "parameters       234,176" in whole  # of the model as a whole

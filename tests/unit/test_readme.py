@@ -57,10 +57,11 @@ def test_the_recipe_and_the_component(tmp_path: Path) -> None:
     component = next(block for block in blocks("python") if "@register" in block)
     own = next(block for block in blocks("toml") if "my_parts" in block)
     (tmp_path / "my_parts.py").write_text(component)
-    recipe = recipe.replace('"debug.toml"', f'"{REPOSITORY / "train_configs/debug.toml"}"')
     imported, own = own.split("\n", 1)
-    (tmp_path / "my.toml").write_text(f"{imported}\n{recipe}\n{own}")
-    tree = config.load(tmp_path / "my.toml", ["--optimizer.lr=5e-4"], registry.builtin_folder() / "defaults.toml")
+    (tmp_path / "my.toml").write_text(
+        f"{imported}\n{recipe.replace('[lr_scheduler]', own).replace('warmup_steps = 6000', '')}"
+    )
+    tree = config.load(tmp_path / "my.toml", ["--optimizer.lr=3e-4"], registry.builtin_folder() / "defaults.toml")
     resolved = resolve(tree, 8)
     assert resolved.slots["lr_scheduler"].config.period == 500
-    assert resolved.slots["model"].config.n_layers == 24 and resolved.slots["optimizer"].config.lr == 5e-4
+    assert resolved.slots["model"].config.n_layers == 24 and resolved.slots["optimizer"].config.lr == 3e-4

@@ -13,13 +13,14 @@ from titan_prores.run_folder import RunFolder, annotated_toml, git_state
 
 PARTS = '''
 from titan_prores.config import Section, setting
+from titan_prores.protocols import SECTIONS
 from titan_prores.recipe import SLOTS
 from titan_prores import registry
 
 for kind in SLOTS.values():
     class Component:
         """Stands in for any component."""
-        class Config(Section):
+        class Config(SECTIONS.get(kind, Section)):
             text: str = 'a "quoted" # text'
             many: tuple[str, ...] = ()
             tables: tuple[dict[str, str], ...] = ()
