@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
 from titan_prores.build import build_components, state_bytes, transform_model
+from titan_prores.failures import own_fault
 from titan_prores.recipe import Recipe, data_parallel_size, global_batch_size, plan_mesh
 from titan_prores.run_folder import annotated_toml
 
@@ -27,7 +28,10 @@ def report(recipe: Recipe, world_size: int) -> str:
     try:
         n_parameters = sum(p.numel() for p in components.model.parameters())
         transforms = transform_model(recipe, components, mesh)
-        held = state_bytes(components.model, components.optimizer)
+        try:
+            held = state_bytes(components.model, components.optimizer)
+        except Exception as error:  # an optimizer of somebody's that cannot take a step like this
+            raise own_fault("optimizer", error) from error
         more: dict[str, int] = {}
         for _, transform in components.transforms:
             more |= transform.held_bytes(components.model, microbatches)

@@ -337,3 +337,20 @@ def test_a_failing_dataset_is_not_blamed_on_the_cache(tmp_path):
 def test_no_documents(tmp_path, texts):
     with pytest.raises(ConfigError, match="no documents"):
         make(tmp_path, Listed(texts))
+
+
+@pytest.mark.parametrize("answer", [None, ["a"], KeyError("unk")])
+def test_a_tokenizer_that_fails_is_told_with_its_document(tmp_path, answer):
+    tokenizer = Words()
+    encode = tokenizer.encode
+
+    def failing(text):
+        if text != "three":
+            return encode(text)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    tokenizer.encode = failing
+    with pytest.raises(ConfigError, match="tokenizer fails on document 3"):
+        make(tmp_path, Listed(["one", "two", "three"]), tokenizer=tokenizer)

@@ -305,7 +305,11 @@ def _write_shards(
             text, encoded = _as_utf8(text)
             if not text:
                 continue
-            ids = np.append(tokenizer.encode(text), tokenizer.eot_id)
+            try:
+                ids = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(np.int64, casting="safe")
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise ConfigError("", f"the tokenizer fails on document {n_documents + 1}: {what}") from error
             if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
                 raise ValueError(f"the tokenizer gave an id outside its vocabulary of {tokenizer.n_vocab}")
             held_out = _hash_fraction(encoded) < config.validation_fraction
