@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -152,13 +151,12 @@ def test_fingerprint_follows_the_content_of_the_file(make, tmp_path):
     assert make("tiktoken_file", path=str(path)).fingerprint() == before
 
 
+@pytest.mark.timeout(120)  # quadratic time would be hours
 @pytest.mark.parametrize("name", ["bytes", "tiktoken_file"])
 @pytest.mark.parametrize("text", ["a" * 3_000_000, " " * 1_000_000, "漢" * 300_000], ids=["letters", "blanks", "wide"])
 def test_monotonous_documents_take_linear_time(make, name, text):
     tokenizer = make(name)
-    started = time.perf_counter()
     ids = tokenizer.encode(text)
-    assert time.perf_counter() - started < 10
     assert tokenizer.decode(ids) == text
 
 
