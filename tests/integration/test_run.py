@@ -359,7 +359,7 @@ def test_faults_that_one_rank_meets_alone_are_told(tmp_path: Path) -> None:
     (tmp_path / "lonely.py").write_text(LONELY)
     common = debug(tmp_path / "run", f"--import={tmp_path / 'lonely.py'}")
     told = launch(*common, "--metrics.lonely.how=rank", ranks=2, status=None)
-    assert told.status not in (0, None) and told.err.count("data: record 17 is bad") == 1
+    assert told.status not in (0, None) and told.err.count("error: data: record 17 is bad") == 1
     told = launch(*common, "--metrics.lonely.how=main", ranks=2, status=None)
     assert told.err.count("rank 0 failed in opening the run's records: OSError: no pen to write with") == 1
     told = launch(*common, "--metrics.lonely.how=key", status=1)
