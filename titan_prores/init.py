@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 # Fills a full fp32 tensor in place, drawing from the generator.
 Distribution = Callable[[torch.Tensor, torch.Generator], None]
@@ -121,6 +120,8 @@ def init_weights(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None
         rules: the model's `init_rules()`.
         seed: the run's seed.
     """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     parameters = dict(model.named_parameters())
     for name, rule in match_rules(rules, parameters).items():
         parameter = parameters[name]

@@ -167,6 +167,8 @@ def _load_builtin(kind: str) -> None:
     try:
         folder = builtin_folder() / kind
         for module in pkgutil.iter_modules([str(folder)]):
+            if module.name.startswith("_"):  # registers nothing: whoever needs it imports it
+                continue
             _import(f"{BUILTIN_PACKAGE}.{kind}.{module.name}", f"{kind} components")
     except ConfigError:
         _loaded_kinds.discard(kind)

@@ -6,35 +6,27 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import field_validator
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from titan_prores.config import one_of, setting
 from titan_prores.errors import ConfigError
 from titan_prores.log import logger
-from titan_prores.mesh import Mesh
 from titan_prores.protocols import CheckpointSection
 from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titan_prores.mesh import Mesh
+    from titan_prores.run_folder import RunFolder
 
 _ALWAYS_THERE = ("meta.json", ".metadata")
 _STEP = re.compile(r"step-(\d{8,})")
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @register("checkpoint", "dcp")
@@ -119,39 +111,13 @@ class DistributedCheckpoint:
         return meta
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)  # of a new optimizer: makes its state
-        groups = {key: value for key, value in flat.items() if key.startswith("param_groups.")}
-        tensors = {key: value for key, value in flat.items() if key not in groups}
-        with self._in_one_line(f"checkpoint of step {step} cannot be read"):
-            saved = dcp.FileSystemReader(self._path(step)).read_metadata().state_dict_metadata
-            state = {
-                "model": get_model_state_dict(model),
-                "optimizer": {key: value for key, value in tensors.items() if f"optimizer.{key}" in saved},
-            }
-            dcp.load(state, checkpoint_id=self._path(step))
-        for key in tensors.keys() - state["optimizer"].keys():
-            tensors[key].zero_()  # of a parameter that had no gradient yet
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, tensors | groups, options=_OPTIONS)
-        self.mesh.on_main(lambda: self._set_aside([other for other in self.steps() if other > step]))
+        from components.checkpoint import _tensors
 
-    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-        """What DCP saves: tensors alone. The optimizer's group settings come from the recipe."""
-        flat = {}
-        if optimizer.state:  # asked for a state it has not, torch would make one by a step, which is no step of the run
-            flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-        tensors = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
-        return {"model": get_model_state_dict(model), "optimizer": tensors}
-
-    @contextmanager
-    def _in_one_line(self, what: str) -> Iterator[None]:
-        """DCP's errors say on which rank which error came up, but in whole tracebacks."""
         try:
-            yield
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items())
-            text = " ".join(f"{type(cause).__name__}: {cause}".split())
-            raise RuntimeError(f"{what}: on rank {rank} {text}") from None
+            _tensors.load(self._path(step), model, optimizer)
+        except RuntimeError as error:
+            raise RuntimeError(f"checkpoint of step {step} cannot be read: {error}") from error
+        self.mesh.on_main(lambda: self._set_aside([other for other in self.steps() if other > step]))
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move checkpoints out of the way: the run takes another course than the one they are of."""
@@ -166,9 +132,13 @@ class DistributedCheckpoint:
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> Path:
         unfinished = self.folder / f".unfinished-step-{step:08d}"
         self.mesh.on_main(lambda: self._prepare(unfinished, step))
+        from components.checkpoint import _tensors
+
         try:
-            with self._in_one_line(f"checkpoint of step {step} cannot be written"):
-                dcp.save(self._state(model, optimizer), checkpoint_id=unfinished)
+            try:
+                _tensors.save(unfinished, model, optimizer)
+            except RuntimeError as error:
+                raise RuntimeError(f"checkpoint of step {step} cannot be written: {error}") from error
             self.mesh.on_main(lambda: self._publish(unfinished, step, meta))
         except BaseException:
             if self.mesh.is_main:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError
@@ -26,7 +24,12 @@ class FullyShardedDataParallel(Parallelism):
     phase = Phase.DATA_PARALLEL
     axes = ("dp_replicate", "dp_shard")
 
+    # FSDP and DTensor take most of a second to load, which a recipe with a fault need not wait for.
+
     def apply(self, model: nn.Module, facts: Facts) -> None:
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import Shard
+
         mesh = facts.mesh.device_mesh
         sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
         # None leaves the dtype alone; naming the one they have would only add copies.
@@ -53,6 +56,8 @@ class FullyShardedDataParallel(Parallelism):
         facts.handled |= {*self.axes, "mixed_precision"}
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
+        from torch.distributed.tensor import DTensor
+
         plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
         if plain:
             raise RuntimeError(f"parameters that were not sharded: {', '.join(plain[:3])}")
@@ -63,6 +68,8 @@ class FullyShardedDataParallel(Parallelism):
         return f"{kind} {degrees['dp_shard']} shard{'s' if degrees['dp_shard'] > 1 else ''}"
 
     def after_evaluation(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         # What a backward pass would have freed: until then the model's parameters are not those of the optimizer.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -88,6 +95,8 @@ def _split_by_columns(model: nn.Module, degree: int) -> set[nn.Parameter]:
     Raises:
         ConfigError: a parameter without columns that `degree` divides.
     """
+    from torch.distributed.tensor import DTensor, Shard
+
     found = set()
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):

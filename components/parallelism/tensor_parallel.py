@@ -8,67 +8,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError
 from titan_prores.protocols import TensorParallelPlan
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Parallelism, Phase
-
-SEQUENCE = Shard(1)  # of activations [B, S, D]
-
-
-class GatherSequence(ParallelStyle):
-    """The module's first input, a local part of the sequence, is gathered once for all the linears inside."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            part = DTensor.from_local(inputs[0], device_mesh, (SEQUENCE,), run_check=False)
-            return part.redistribute(placements=(Replicate(),)), *inputs[1:]
-
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-class VocabularyEmbedding(RowwiseParallel):
-    """Each rank looks up its own rows; the sum over ranks arrives split over the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=SEQUENCE)
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):  # torch counts the arguments
-        # What comes out is still on its way (an AsyncCollectiveTensor). Fed so to a compiled block under FSDP2, it
-        # gives the embedding a gradient of exactly 0 while the loss is right; a copy waits for it.
-        return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh).clone()
-
-
-# Word of a plan -> the style, and how the weight of such a module is placed; None = it has none of its own.
-STYLES: dict[str, tuple[Callable[[], ParallelStyle], Placement | None]] = {
-    "vocabulary": (VocabularyEmbedding, Shard(0)),
-    "sequence": (lambda: SequenceParallel(use_local_output=True), Replicate()),
-    "gather": (GatherSequence, None),
-    "column": (ColwiseParallel, Shard(0)),
-    "row": (lambda: RowwiseParallel(output_layouts=SEQUENCE), Shard(1)),
-    "logits": (lambda: ColwiseParallel(input_layouts=SEQUENCE, use_local_output=False), Shard(0)),
-}
 
 
 @register("parallelism", "tensor_parallel")
@@ -111,6 +62,10 @@ class TensorParallel(Parallelism):
         facts.handled |= set(self.axes)
         if self.degree == 1:
             return
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from components.parallelism._styles import STYLES
+
         # A block that ends in a norm returns a view of the norm's DTensor; residual adds change nothing in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         self.mesh = facts.mesh.device_mesh["tp"]
@@ -126,6 +81,10 @@ class TensorParallel(Parallelism):
     def verify(self, model: nn.Module, facts: Facts) -> None:
         if self.degree == 1:
             return
+        from torch.distributed.tensor import DTensor
+
+        from components.parallelism._styles import STYLES
+
         for pattern, word in self.plan.modules.items():
             modules = list(matching(model, pattern))
             if not modules:
@@ -166,7 +125,11 @@ class TensorParallel(Parallelism):
         enable_symm_mem_for_group(self.mesh.get_group().group_name)
 
     def computing(self) -> AbstractContextManager[None]:
-        return loss_parallel() if self.degree > 1 else super().computing()
+        if self.degree == 1:
+            return super().computing()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
@@ -183,6 +146,8 @@ def _all_have_a_share(size: int, degree: int) -> bool:
 
 def _finish_sum(parameter: nn.Parameter) -> None:
     """Sum the gradient of a norm, which saw its part of the sequence only; where FSDP2 is on, it does this itself."""
+    from torch.distributed.tensor import DTensor
+
     grad = parameter.grad
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)

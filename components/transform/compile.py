@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from pydantic import field_validator, model_validator
 from torch import nn
-from torch._dynamo.utils import counters, get_compilation_metrics
 
 from titan_prores.config import Section, one_of, setting
 from titan_prores.log import logger
@@ -104,25 +103,33 @@ class Compile(Transform):
 
 def graphs() -> int:
     """Graphs that this process has compiled so far, whoever asked for it."""
-    return counters["stats"]["unique_graphs"]
+    return _counters()["stats"]["unique_graphs"]
+
+
+def _counters() -> dict[str, dict[str, int]]:
+    from torch._dynamo.utils import counters  # takes half a second to load, for nothing in a run that compiles nothing
+
+    return counters
 
 
 class _Seen:
     """State of torch's counters when it was made, to tell what came after."""
 
     def __init__(self) -> None:
-        self.graphs, self.breaks, self.time_us = graphs(), dict(counters["graph_break"]), time.time_ns() // 1000
+        self.graphs, self.breaks, self.time_us = graphs(), dict(_counters()["graph_break"]), time.time_ns() // 1000
 
     def new_graphs(self) -> int:
         return graphs() - self.graphs
 
     def new_breaks(self) -> list[str]:
         """Why graphs broke, a line each."""
-        found = counters["graph_break"]
+        found = _counters()["graph_break"]
         return [_line(reason) for reason, count in found.items() if count > self.breaks.get(reason, 0)]
 
     def new_reasons(self) -> list[str]:
         """Which guards made torch compile something again, a line each."""
+        from torch._dynamo.utils import get_compilation_metrics
+
         # The newest 64 or so; an entry for each compilation, of forward or backward.
         found = [
             f"{c.co_name}: {_line(c.recompile_reason)}"

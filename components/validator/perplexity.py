@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from titan_prores.config import setting
-from titan_prores.data import TokenWindows
-from titan_prores.mesh import Mesh
 from titan_prores.protocols import Loss, ValidatorSection
 from titan_prores.registry import register
+
+if TYPE_CHECKING:
+    from titan_prores.data import TokenWindows
+    from titan_prores.mesh import Mesh
 
 
 @register("validator", "perplexity")

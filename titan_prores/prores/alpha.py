@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from titan_prores.prores.residual import ScaledResidualAdd
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _rebuild(adds: Sequence[Sequence[ScaledResidualAdd]], device: torch.device, values: np.ndarray) -> AlphaVector:
@@ -55,6 +56,8 @@ class AlphaVector(nn.Module):
         """alpha as a tensor of shape [L], fp32: a DTensor replicated over the mesh where there is one."""
         if self.mesh is None:
             return self._local
+        from torch.distributed.tensor import DTensor, Replicate
+
         return DTensor.from_local(self._local, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
     @torch.no_grad()
