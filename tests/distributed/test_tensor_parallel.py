@@ -131,7 +131,7 @@ def swap_shards(model: nn.Module, rules: Any, seed: int) -> None:
 
 
 def train_broken(rank: int, world_size: int, overrides: list[str], folder: str) -> dict[str, Any]:
-    from components.parallelism.tensor_parallel import STYLES
+    from components.parallelism._styles import STYLES
 
     results = {}
     trainer_module.init_weights = swap_shards
