@@ -19,6 +19,8 @@ from tests.distributed.spawn import run_ranks
 from titan_prores import trainer as trainer_module
 from titan_prores.init import init_weights
 
+pytestmark = pytest.mark.slow
+
 TP = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS = {
     "one": (1, []),
