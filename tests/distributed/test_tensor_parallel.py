@@ -100,13 +100,11 @@ def test_tensor_parallel_equals_one_process(folder: Path, reference: dict[str, A
     assert_same_runs("tp2", folder, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_variant_under_fsdp2_equals_one_process(folder: Path, whole_reference: dict[str, Any]) -> None:
     assert_same_runs("fsdp2xtp2", folder, whole_reference)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_axes_equal_one_process(folder: Path, reference: dict[str, Any]) -> None:
     assert_same_runs("hsdp2x1xtp2", folder, reference)
@@ -144,7 +142,6 @@ def train_broken(rank: int, world_size: int, overrides: list[str], folder: str) 
     return results
 
 
-@pytest.mark.slow
 def test_comparison_notices_what_is_wrong(folder: Path, reference: dict[str, Any]) -> None:
     """Negative controls: two shards swapped, and gradients of norms not summed over the ranks."""
     runs = run_ranks(train_broken, 2, [TP, *SMALL], str(folder / "broken"), timeout=240)[0]
