@@ -58,11 +58,6 @@ class RunFolder:
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    @property
-    def checkpoint(self) -> Path:
-        """Where checkpoints go unless `checkpoint.folder` names another place below the run folder."""
-        return self.path / "checkpoint"
-
     def open(self) -> None:
         """Create the folder and hold it until `close` or the end of the process.
 

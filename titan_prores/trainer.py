@@ -205,7 +205,7 @@ class Trainer:
         self.samples += self.batch_size
         for transform in self.transforms:
             transform.after_step(self.step)
-        self._log_step(loss_value, norm_value, factor, probed, skipped=not finite)
+        self._log_step(loss_value, norm_value, probed, skipped=not finite)
         self._judge(finite, loss_value, norm_value)
 
     def _clip_gradients(self) -> torch.Tensor:
@@ -244,7 +244,7 @@ class Trainer:
         )  # fmt: skip
         self.records.start(self.run, info)
 
-    def _log_step(self, loss: float, grad_norm: float, factor: float, probed: dict[str, Any], skipped: bool) -> None:
+    def _log_step(self, loss: float, grad_norm: float, probed: dict[str, Any], skipped: bool) -> None:
         tokens = self.batch_size * self.recipe.training.seq_len
         seconds, speed = self.clock.step(tokens)
         self.speeds.append(speed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from titan_prores.config import setting
 from titan_prores.protocols import Loss, ValidatorSection
+from titan_prores.records import perplexity
 from titan_prores.registry import register
 
 if TYPE_CHECKING:
@@ -60,6 +60,6 @@ class Perplexity:
         mean = summed / count
         return {
             "validation_loss": mean,
-            "validation_perplexity": math.exp(mean) if mean < 700 else math.inf,
+            "validation_perplexity": perplexity(mean),
             "validation_tokens": int(count),
         }
