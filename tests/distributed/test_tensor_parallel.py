@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tests.distributed.parity import BASELINE, PRORES, assert_same_run, train, train_all
+from tests.distributed.parity import BASELINE, PRORES, assert_same_run, swap_shards, train, train_all
 from tests.distributed.spawn import run_ranks
 from titan_prores import trainer as trainer_module
 from titan_prores.init import init_weights
@@ -118,16 +117,6 @@ class UnsummedNorm(ParallelStyle):
             module.weight = nn.Parameter(DTensor.from_local(module.weight, device_mesh, (Replicate(),)))
             module.forward = lambda x: F.rms_norm(x, module.normalized_shape, module.weight.to_local(), module.eps)
         return module
-
-
-def swap_shards(model: nn.Module, rules: Any, seed: int) -> None:
-    """Weights as they should be, but for one whose shards the two ranks hold in the wrong order."""
-    init_weights(model, rules, seed)
-    weight = model.layers[0].feed_forward.w1.weight
-    first, second = weight.full_tensor().chunk(2)
-    mine = weight.to_local()
-    with torch.no_grad():
-        mine.copy_(second if torch.equal(mine, first) else first)
 
 
 def train_broken(rank: int, world_size: int, overrides: list[str], folder: str) -> dict[str, Any]:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
+from tests.distributed.parity import CORPUS, gradient_errors, train
 from tests.distributed.spawn import run_ranks
-from titan_prores import config, registry
-from titan_prores.mesh import World
-from titan_prores.protocols import Metric
-from titan_prores.recipe import resolve
 from titan_prores.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-REPOSITORY = Path(__file__).parents[2]
 STEPS = 3
 CHECKPOINTS = {
     "none": [],
@@ -30,20 +24,11 @@ CHECKPOINTS = {
 COMPILES = {"eager": [], "compiled": ["--transforms.compile.enabled=true"]}
 CELLS = [f"{ac}-{mode}" for mode in COMPILES for ac in CHECKPOINTS if (ac, mode) != ("memory_budget", "eager")]
 CONTROL = "alpha-moved"
-
-
-class CaptureGradients(Metric):
-    """Keeps the gradients of the last step, whole and by name."""
-
-    Config = config.Section
-    captured: ClassVar[dict[str, torch.Tensor]] = {}
-
-    def measure(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        CaptureGradients.captured = {
-            name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()
-        }
-        return {}
+RECIPE = [
+    *CORPUS, "--model.norm=sandwich", "--validation.enabled=false", "--training.max_norm=0",
+    "--training.global_batch_size=8", f"--training.steps={STEPS}", "--lr_scheduler.warmup_steps=1",
+    f"--metrics.capture.steps=[{STEPS}]",
+]  # fmt: skip
 
 
 def move_alpha_after_forward(trainer: Trainer) -> None:
@@ -58,37 +43,18 @@ def move_alpha_after_forward(trainer: Trainer) -> None:
     trainer.parts.loss = moving
 
 
-def train(rank: int, world_size: int, cells: list[str], folder: str) -> dict[str, Any]:
-    """A few steps of each cell; returns its losses and the unclipped gradients of the last step."""
+def train_cells(rank: int, world_size: int, cells: list[str], folder: str) -> dict[str, dict[str, Any]]:
+    """A few steps of each cell; the gradients are those of the last."""
     results = {}
     for cell in cells:
         torch._dynamo.reset()
         ac, _, mode = ("full", "", "eager") if cell == CONTROL else cell.partition("-")
-        run = f"{folder}/{world_size}-{cell}"
-        tree = config.load(
-            REPOSITORY / "train_configs/debug.toml",
-            [
-                f"--job.dump_folder={run}", "--metrics.capture.name=tests.distributed.test_transforms:CaptureGradients",
-                "--dataset.name=text", f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
-                f"--dataset.cache_folder={folder}/cache", "--checkpoint.enabled=false", "--validation.enabled=false",
-                "--model.norm=sandwich", "--training.max_norm=0", f"--training.steps={STEPS}",
-                "--lr_scheduler.warmup_steps=1",
-                "--training.local_batch_size=4", "--training.global_batch_size=8", *CHECKPOINTS[ac], *COMPILES[mode],
-            ],
-            registry.builtin_folder() / "defaults.toml",
-        )  # fmt: skip
-        trainer = Trainer(resolve(tree, world_size), World(rank, rank, world_size))
-        trainer.build()
-        if cell == CONTROL:
-            move_alpha_after_forward(trainer)
-        trainer.train()
-        trainer.run.close()
+        run = f"{folder}/{world_size}-ranks/{cell}"
+        overrides = [*RECIPE, *CHECKPOINTS[ac], *COMPILES[mode]]
+        prepare = [move_alpha_after_forward] if cell == CONTROL else []
+        results[cell] = train(rank, world_size, overrides, run, *prepare)
         if rank == 0:
-            rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-            results[cell] = {
-                "losses": [row["loss"] for row in rows], "gradients": CaptureGradients.captured,
-                "log": (Path(run) / "train.log").read_text(),
-            }  # fmt: skip
+            results[cell]["log"] = (Path(run) / "train.log").read_text()
     return results
 
 
@@ -99,23 +65,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> dict[str, Any]:
-    return run_ranks(train, 1, ["none-eager"], str(folder), timeout=240)[0]["none-eager"]
+    return run_ranks(train_cells, 1, ["none-eager"], str(folder), timeout=240)[0]["none-eager"]
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, reference: dict[str, Any]) -> dict[str, Any]:
-    return run_ranks(train, 2, [*CELLS, CONTROL], str(folder), timeout=800)[0]
+    return run_ranks(train_cells, 2, [*CELLS, CONTROL], str(folder), timeout=800)[0]
 
 
 def gradient_error(run: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Largest distance of a gradient relative to its norm; fails where one is zero and should not be."""
-    assert run["gradients"].keys() == reference["gradients"].keys()
-    worst = 0.0
-    for name, expected in reference["gradients"].items():
-        assert expected.norm() > 0, f"the reference has a zero gradient of {name}"
-        assert run["gradients"][name].norm() > 0, f"zero gradient of {name}"
-        worst = max(worst, float((run["gradients"][name] - expected).norm() / expected.norm()))
-    return worst
+    assert all(gradient.norm() > 0 for gradient in reference["gradients"].values())
+    return max(gradient_errors(run["gradients"], reference["gradients"]).values())
 
 
 @pytest.mark.parametrize("cell", CELLS)
