@@ -119,6 +119,19 @@ CONTROLS = [
     *(Cell("tp2", "none", "eager", "tensorwise", norm, "unreduced-amax") for norm in AXES["norm"]),
     Cell("fsdp2xtp2", "none", "compiled", "off", "pre", "unawaited-embedding"),
 ]
+# Every value of every axis and every pair of values, on the mesh of both kinds also every pair of the other axes.
+_SAMPLE = {
+    "one": ["none/eager/tensorwise/post", "full/compiled/rowwise/sandwich", "selective/eager/off/pre"],
+    "fsdp2": ["none/compiled/tensorwise/sandwich", "full/eager/rowwise/pre", "selective/eager/off/post"],
+    "hsdp": ["none/eager/off/post", "full/eager/tensorwise/pre", "selective/compiled/rowwise/sandwich"],
+    "tp2": ["none/eager/tensorwise/post", "full/eager/rowwise/sandwich", "selective/compiled/off/pre"],
+    "fsdp2xtp2": [
+        "none/eager/off/sandwich", "none/compiled/tensorwise/pre", "none/eager/rowwise/sandwich",
+        "full/eager/off/sandwich", "full/eager/tensorwise/sandwich", "full/compiled/rowwise/post",
+        "selective/compiled/off/post", "selective/eager/tensorwise/pre", "selective/eager/rowwise/sandwich",
+    ],
+}  # fmt: skip
+SAMPLE = [Cell(mesh, *name.split("/")) for mesh, names in _SAMPLE.items() for name in names]
 ALL = {cell.name: cell for cell in [*CELLS, *CONTROLS]}
 
 
@@ -214,16 +227,17 @@ def judge(cell: Cell, run: Mapping[str, Any], reference: Mapping[str, Any]) -> d
     errors = gradient_errors(run["gradients"], reference["gradients"])
     (step, name), error = max(errors.items(), key=lambda item: item[1] / tolerances[item[0][0]])
     loss_errors = [abs(a - b) for a, b in zip(run["losses"], reference["losses"], strict=True)]
+    loss_errors = [math.inf if math.isnan(each) else each for each in loss_errors]  # max passes over a nan
     found = {
         "gradient_error": error, "gradient_tolerance": tolerances[step],
         "loss_error": max(loss_errors), "loss_tolerance": loss_tolerance,
     }  # fmt: skip
     faults = []
     if not error <= tolerances[step]:
-        what = "is zero on one side only" if math.isinf(error) else "is too far from the reference"
-        faults.append(f"the gradient of {name} in step {step} {what}")
+        what = "gradient, zero on one side only," if math.isinf(error) else "gradient"
+        faults.append(f"{what} of {name} in step {step}")
     if not max(loss_errors) <= loss_tolerance:
-        faults.append(f"the loss of step {STEPS[loss_errors.index(max(loss_errors))]} is too far from the reference")
+        faults.append(f"loss of step {STEPS[loss_errors.index(max(loss_errors))]}")
     rounded = {key: float(f"{value:.2g}") for key, value in found.items() if math.isfinite(value)}
     passed, wrong = ("missed", "noticed") if cell.fault else ("passed", "failed")
     return rounded | {"status": wrong if faults else passed} | ({"reason": "; ".join(faults)} if faults else {})
@@ -314,8 +328,7 @@ def run_all(cells: Sequence[Cell], folder: Path, journal: Path) -> None:
             if (reason := refusal(cell, folder)) is None:
                 allowed.append(cell)
                 continue
-            # A broken variant of what cannot run at all shows nothing.
-            line = result(cell, status="missed" if cell.fault else "refused", reason=reason)
+            line = result(cell, status="refused", reason=reason)
             append(journal, line)
             terminal.say(_progress(line))
     if not allowed:
@@ -339,17 +352,24 @@ def _launch(cells: Sequence[Cell], folder: Path, journal: Path) -> list[Cell]:
         run_ranks(run_cells, cells[0].world_size, cells, str(folder), str(journal), timeout=timeout)
     except RanksFailed as failure:
         done = len(_lines(journal)) - before
-        if done == len(cells):
-            raise
         log = folder / "log" / f"{cells[0].mesh}-failure.txt"
         log.write_text(str(failure))
-        # Of the rank that failed first; its last line is the exception.
-        first = str(failure).split("\n--- rank")[0].strip().splitlines()
-        line = result(cells[done], status="failed", reason=first[-1][:300])
+        if done == len(cells):
+            print(f"{cells[0].mesh}: the ranks did not end well after their last cell, see {log}", flush=True)
+            return []
+        line = result(cells[done], status="failed", reason=_exception(str(failure)))
         append(journal, line)
         print(_progress(line), flush=True)
         return list(cells[done + 1 :])
     return []
+
+
+def _exception(failure: str) -> str:
+    """First line of the exception of the rank that failed first; where there is none, what happened to the rank."""
+    first = failure.split("\n--- rank")[0].strip().splitlines()
+    frames = [number for number, line in enumerate(first) if line.startswith('  File "')]
+    after = [line for line in first[frames[-1] if frames else 0 :] if line and not line.startswith(" ")]
+    return (after or first)[0][:300]
 
 
 # --- Results ---------------------------------------------------------------------------------------------------------
@@ -365,13 +385,13 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def read(path: Path = RESULTS) -> dict[str, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
     """Cell -> its newest result, for the cells that there are, in their order."""
     found = {line["cell"]: line for line in map(json.loads, _lines(path))}
     return {name: found[name] for name in ALL if name in found}
 
 
-def write(results: Mapping[str, Mapping[str, Any]], path: Path = RESULTS) -> None:
+def write(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """One line a cell, in the order given."""
     path.write_text("".join(json.dumps(line) + "\n" for line in results.values()))
 
@@ -392,11 +412,11 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
             return next(iter(by_text))
         return "; ".join(f"{', '.join(norms)}: {text}" for text, norms in by_text.items())
 
-    columns = list(product(AXES["checkpoint"], AXES["float8"]))
-    heads = [f"AC {ac}" if f8 == "off" else f"{ac}, {f8}" for ac, f8 in columns]
+    columns = list(product(AXES["compile"], AXES["float8"]))
+    heads = [how if f8 == "off" else f"{how}, {f8}" for how, f8 in columns]
     rows = [
-        [mesh, how, *(entry(Cell(mesh, ac, how, f8, norm) for norm in AXES["norm"]) for ac, f8 in columns)]
-        for mesh, how in product(AXES["mesh"], AXES["compile"])
+        [mesh, ac, *(entry(Cell(mesh, ac, how, f8, norm) for norm in AXES["norm"]) for how, f8 in columns)]
+        for mesh, ac in product(AXES["mesh"], AXES["checkpoint"])
     ]
     status = [results.get(cell.name, {"status": "not run"})["status"] for cell in CELLS]
     counts = [f"{status.count(each)} {each}" for each in ("passed", "refused", "failed")]
@@ -405,10 +425,10 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [
         f"**{len(CELLS)} cells: {', '.join(counts)}** ({'; '.join(versions)}; gloo on CPU). "
         "`pass` stands for all three norms: pre, post, sandwich.",
-        _table(["mesh", "", *heads], rows),
+        _table(["mesh", "AC", *heads], rows),
         "\n".join(f"{number}. {reason}" for reason, number in notes.items()),
         "Largest errors found, and the tolerance there (of gradients relative to the norm of each):",
-        _table(["float8", "", "gradient error", "tolerance", "loss error", "tolerance"], list(_worst(results))),
+        _table(["float8", "compile", "gradient error", "tolerance", "loss error", "tolerance"], list(_worst(results))),
         "Broken on purpose; each must be noticed:",
         _table(["fault", "cell", "gradient error", "tolerance", "result"], list(_controls(results))),
     ]
@@ -486,7 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"--only {options.only}: matches no cell, such as {CELLS[0].name}")
     if not options.table:
-        known = read()
+        known = read(RESULTS)
         fresh = result(CELLS[0])
         cells = [
             cell for cell in chosen
@@ -496,8 +516,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             run_all(cells, options.folder.resolve(), RESULTS)
         finally:
-            write(read())
-    results = read()
+            write(read(RESULTS), RESULTS)
+    results = read(RESULTS)
     README.write_text(with_table(README.read_text(), render(results)))
     bad = [name for name, line in results.items() if line["status"] in ("failed", "missed")]
     for name in bad:
