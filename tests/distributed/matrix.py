@@ -20,8 +20,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -34,6 +34,7 @@ import torch
 
 from tests.distributed.parity import CORPUS, REPOSITORY, debug_recipe, gradient_errors, swap_shards, train
 from tests.distributed.spawn import RanksFailed, run_ranks
+from titan_prores import mesh as mesh_module
 from titan_prores.check import report
 from titan_prores.errors import ConfigError, ConfigErrors
 from titan_prores.trainer import Trainer
@@ -295,7 +296,7 @@ def result(cell: Cell, **found: Any) -> dict[str, Any]:
 def run_cells(rank: int, world_size: int, cells: Sequence[Cell], folder: str, journal: str) -> None:
     """Train cells of one mesh one after the other; rank 0 appends a line to the journal for each."""
     references = torch.load(Path(folder) / "references.pt", weights_only=False) if rank == 0 else {}
-    with quiet(Path(folder) / "log" / f"{cells[0].mesh}-rank{rank}.txt") as terminal:
+    with quiet(Path(folder) / "log" / f"{cells[0].mesh}-rank{rank}.txt") as terminal, one_mesh():
         for cell in cells:
             start = time.perf_counter()
             torch._dynamo.reset()
@@ -308,6 +309,20 @@ def run_cells(rank: int, world_size: int, cells: Sequence[Cell], folder: str, jo
                 line = result(cell, **judge(cell, run, references[cell.reference]))
                 append(Path(journal), line)
                 terminal.say(_progress(line, time.perf_counter() - start))
+
+
+@contextmanager
+def one_mesh() -> Iterator[None]:
+    """Every run takes the mesh of the first: process groups hold threads and sockets until the process ends."""
+    start, made = mesh_module.start, []
+
+    def start_once(*args: Any) -> mesh_module.Mesh:
+        if not made:
+            made.append(start(*args))
+        return made[0]
+
+    with patch.object(mesh_module, "start", start_once):
+        yield
 
 
 def _progress(line: Mapping[str, Any], seconds: float | None = None) -> str:
