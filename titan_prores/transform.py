@@ -118,7 +118,7 @@ class Transform:
         return loss
 
     def describe(self) -> str:
-        """One line for the log and `--check`: what was done."""
+        """One line for the log and `--check`: what was done; a table may follow it, a line each."""
         return ""
 
     def on_materialize(self, model: nn.Module) -> None:
