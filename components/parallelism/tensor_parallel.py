@@ -7,7 +7,6 @@ vocabulary (arXiv 1909.08053, 2205.05198).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -66,8 +65,6 @@ class TensorParallel(Parallelism):
 
         from components.parallelism._styles import STYLES, float8_styles
 
-        # A block that ends in a norm returns a view of the norm's DTensor; residual adds change nothing in place.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         self.mesh = facts.mesh.device_mesh["tp"]
         self.plan: TensorParallelPlan = model.tensor_parallel_plan()
         float8 = facts.notes.get("float8_cast_before_gather", frozenset())

@@ -82,8 +82,13 @@ class Float8(Transform):
 
     @classmethod
     def check_beside(cls, config: Config, others: Mapping[str, Section]) -> None:
-        if config.enable_fsdp_float8_all_gather and "fsdp" not in others:
+        if not config.enable_fsdp_float8_all_gather:
+            return
+        if "fsdp" not in others:
             raise ConfigError("enable_fsdp_float8_all_gather", "needs parallelism.fsdp, which is off", value=True)
+        if getattr(others["fsdp"], "cpu_offload", False):
+            problem = "does not work with parallelism.fsdp.cpu_offload: the scales would be where the weights are not"
+            raise ConfigError("enable_fsdp_float8_all_gather", problem, value=True)
 
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self._choose(model)
@@ -130,7 +135,7 @@ class Float8(Transform):
         unused = set(config.filter_fqns or ())
         self.linears: list[_Linear] = []
         for name, module in model.named_modules():
-            matched = [pattern for pattern in filters if _has_part(name, pattern)]
+            matched = [pattern for pattern in filters if name and _has_part(name, pattern)]
             unused -= set(matched)
             if not isinstance(module, nn.Linear):
                 continue
