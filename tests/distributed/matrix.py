@@ -166,7 +166,8 @@ def unawaited_embedding() -> AbstractContextManager[Any]:
 
     from components.parallelism._styles import VocabularyEmbedding
 
-    return patch.object(VocabularyEmbedding, "_prepare_output_fn", RowwiseParallel._prepare_output_fn)
+    plain = staticmethod(RowwiseParallel._prepare_output_fn)
+    return patch.object(VocabularyEmbedding, "_prepare_output_fn", plain)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
