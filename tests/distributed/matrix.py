@@ -529,11 +529,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.force or any(known.get(cell.name, {}).get(key) != fresh[key] for key in ("torch", "torchao"))
         ]  # fmt: skip
         print(f"{len(cells)} of {len(chosen)} cells to run; logs in {options.folder / 'log'}", flush=True)
-        try:
-            run_all(cells, options.folder.resolve(), RESULTS)
-        finally:
-            write(read(RESULTS), RESULTS)
+        run_all(cells, options.folder.resolve(), RESULTS)
     results = read(RESULTS)
+    write(results, RESULTS)  # sorted, also where an earlier run was stopped
     README.write_text(with_table(README.read_text(), render(results)))
     bad = [name for name, line in results.items() if line["status"] in ("failed", "missed")]
     for name in bad:
