@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import nn
 
 from titan_prores.config import Section, setting
@@ -52,7 +53,8 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self.model, self.mesh, self.reduce_dtype = model, facts.mesh, facts.reduce_dtype
+        self.model, self.mesh = model, facts.mesh
+        self.param_dtype, self.reduce_dtype = facts.param_dtype, facts.reduce_dtype
         facts.handled |= {*self.axes, "mixed_precision"}
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
@@ -75,15 +77,42 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
-        if microbatches == 1:
-            return {}
+    def _gathered(self, model: nn.Module) -> dict[str, int]:
+        """Elements, padding included, of each group of parameters that is gathered and summed at once."""
+        groups = {f"layers.{n}": list(layer.parameters()) for n, layer in enumerate(model.layers)}
+        in_layers = {parameter for group in groups.values() for parameter in group}
+        groups["all outside of the layers"] = [p for p in model.parameters() if p not in in_layers]
         shards = self.mesh.degrees["dp_shard"]
-        count = sum(parameter.to_local().numel() for parameter in model.parameters()) * shards
-        return {"gradients of whole layers, until the last microbatch sums them": count * self.reduce_dtype.itemsize}
+        return {name: shards * sum(p.to_local().numel() for p in group) for name, group in groups.items()}
+
+    def gathered_bytes(self, model: nn.Module) -> dict[str, int]:
+        if self.mesh.degrees["dp_shard"] == 1:
+            return {}
+        return {name: count * self.param_dtype.itemsize for name, count in self._gathered(model).items()}
+
+    def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
+        outside, layers = (counts := self._gathered(model)).popitem()[1], list(counts.values())
+        gathered = outside + (sum(layers) if self.config.reshard_after_forward == "never" else max(layers))
+        if self.mesh.degrees["dp_shard"] > 1:
+            gathered += 2 * max(layers)  # what arrived for the layer in use, and what arrives for the next meanwhile
+        summed = max(outside, *layers) * (self.param_dtype.itemsize + self.reduce_dtype.itemsize)
+        held = {
+            f"{_name(self.param_dtype)} weights outside of the layers, of the one in use, and buffers":
+                gathered * self.param_dtype.itemsize,
+            f"gradients on their way to be summed over ranks in {_name(self.reduce_dtype)}": summed,
+        }  # fmt: skip
+        if microbatches > 1:
+            held[f"{_name(self.reduce_dtype)} gradients, unsharded until the last microbatch sums them"] = (
+                sum([outside, *layers]) * self.reduce_dtype.itemsize
+            )
+        return held
 
     def before_microbatch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _split_by_columns(model: nn.Module, degree: int) -> set[nn.Parameter]:
