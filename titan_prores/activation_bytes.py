@@ -133,4 +133,5 @@ def step_bytes(
         weights = {id(part.untyped_storage()) for p in model.parameters() for part in _parts(p)}
         kept = sum(storage.nbytes() for storage in live.storages() if id(storage) not in weights)
         value.backward()
+        model.zero_grad()  # where FSDP has put them: past the hooks
         return ActivationBytes(kept, live.peak_bytes)
