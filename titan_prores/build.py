@@ -32,6 +32,9 @@ class Components:
     """The components of a recipe that need no mesh, built; the model on the meta device and not yet transformed.
 
     Tokenizer and dataset may be None where only the size of a run is asked for.
+
+    Attributes:
+        parameter_device: where weights are kept; known once the model is transformed.
     """
 
     tokenizer: Tokenizer
@@ -43,6 +46,7 @@ class Components:
     validator: Validator
     metrics: list[Metric]
     transforms: list[tuple[str, Transform]]
+    parameter_device: torch.device | None = None
 
 
 def build_components(
@@ -144,6 +148,7 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         error.key = whole_keys.get(error.key, error.key)
         error.where = error.where or recipe.origins.get(error.key)
         raise
+    components.parameter_device = facts.parameter_device or mesh.device
     for _, transform in in_order(components.transforms):
         components.loss = transform.wrap_loss(components.loss)
     return lines
@@ -267,7 +272,5 @@ def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:
     # Not all tensors are the model's: alpha of ProRes, for one, stays real.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.compiler.set_stance("force_eager"):
         allocate(components.model, torch.device("cpu"))
-        for transform in transforms:
-            transform.before_step(0)
         tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
         return step_bytes(components.model.train(), components.loss, transforms, tokens_BS, tokens_BS, fake)

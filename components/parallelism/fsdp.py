@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -21,6 +23,16 @@ class FullyShardedDataParallel(Parallelism):
         reshard_after_forward: Literal["default", "always", "never"] = setting(
             "default", "free gathered weights of a block after forward; default = always, but for the root"
         )
+        cpu_offload: bool = setting(
+            False, "weights, gradients and optimizer state stay in the memory of the CPU, where the optimizer steps"
+        )
+        forward_prefetch: int = setting(
+            0, "start gathering the weights of so many layers ahead; 0 = of the next one once this one runs",
+            unit="layers", ge=0,
+        )  # fmt: skip
+        backward_prefetch: int = setting(
+            1, "the same in the backward pass, for the layers before this one", unit="layers", ge=1
+        )
 
     phase = Phase.DATA_PARALLEL
     axes = ("dp_replicate", "dp_shard")
@@ -28,8 +40,17 @@ class FullyShardedDataParallel(Parallelism):
     # FSDP and DTensor take most of a second to load, which a recipe with a fault need not wait for.
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
         from torch.distributed.tensor import Shard
+
+        # A block that ends in a norm or a view returns a view; residual adds change nothing in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
         mesh = facts.mesh.device_mesh
         sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
@@ -40,13 +61,18 @@ class FullyShardedDataParallel(Parallelism):
         )
         reshard = self.config.reshard_after_forward
         columns = _split_by_columns(model, facts.mesh.degrees["dp_shard"])
+        on_cuda = facts.mesh.device.type == "cuda"
+        if self.config.cpu_offload:
+            facts.parameter_device = torch.device("cpu")
         how = {
             "mesh": sharding, "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda) if self.config.cpu_offload else OffloadPolicy(),
             "shard_placement_fn": lambda parameter: Shard(1) if parameter in columns else None,
         }  # fmt: skip
         for layer in model.layers:
             fully_shard(layer, **how, reshard_after_forward=reshard != "never")
         fully_shard(model, **how, reshard_after_forward=reshard == "always")
+        self._prefetch(list(model.layers))
         # The loss is divided by the global number of labels, so gradients are summed over ranks, not averaged.
         # gloo has no scaled sum, hence the second call.
         for module in model.modules():
@@ -55,7 +81,17 @@ class FullyShardedDataParallel(Parallelism):
                 module.set_force_sum_reduction_for_comms(True)
         self.model, self.mesh = model, facts.mesh
         self.param_dtype, self.reduce_dtype = facts.param_dtype, facts.reduce_dtype
+        self.itemsizes: dict[str, int] = facts.notes.get("gathered_itemsize", {})
         facts.handled |= {*self.axes, "mixed_precision"}
+
+    def _prefetch(self, layers: list[nn.Module]) -> None:
+        """Say which layers to gather early, where it is not what FSDP2 does by itself."""
+        ahead, back = self.config.forward_prefetch, self.config.backward_prefetch
+        for i, layer in enumerate(layers):
+            if ahead:
+                layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
+            if back > 1:
+                layer.set_modules_to_backward_prefetch(layers[max(0, i - back) : i][::-1])
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
         from torch.distributed.tensor import DTensor
@@ -67,7 +103,8 @@ class FullyShardedDataParallel(Parallelism):
     def describe(self) -> str:
         degrees = self.mesh.degrees
         kind = f"HSDP, {degrees['dp_replicate']} replicas of" if degrees["dp_replicate"] > 1 else "FSDP2,"
-        return f"{kind} {degrees['dp_shard']} shard{'s' if degrees['dp_shard'] > 1 else ''}"
+        offloaded = ", offloaded to the CPU" if self.config.cpu_offload else ""
+        return f"{kind} {degrees['dp_shard']} shard{'s' if degrees['dp_shard'] > 1 else ''}{offloaded}"
 
     def after_evaluation(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -77,34 +114,37 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _gathered(self, model: nn.Module) -> dict[str, int]:
-        """Elements, padding included, of each group of parameters that is gathered and summed at once."""
-        groups = {f"layers.{n}": list(layer.parameters()) for n, layer in enumerate(model.layers)}
-        in_layers = {parameter for group in groups.values() for parameter in group}
-        groups["all outside of the layers"] = [p for p in model.parameters() if p not in in_layers]
-        shards = self.mesh.degrees["dp_shard"]
-        return {name: shards * sum(p.to_local().numel() for p in group) for name, group in groups.items()}
+    def _groups(self, model: nn.Module, itemsize: Callable[[str], int]) -> dict[str, int]:
+        """Bytes, padding included, of each group of parameters that is gathered and summed at once."""
+        groups = {f"layers.{n}": 0 for n in range(len(model.layers))}
+        group_of = {p: f"layers.{n}" for n, layer in enumerate(model.layers) for p in layer.parameters()}
+        for name, parameter in model.named_parameters():
+            group = group_of.get(parameter, "all outside of the layers")
+            size = parameter.to_local().numel() * self.mesh.degrees["dp_shard"] * itemsize(name)
+            groups[group] = groups.get(group, 0) + size
+        return groups
+
+    def _gathered_itemsize(self, name: str) -> int:
+        return self.itemsizes.get(name, self.param_dtype.itemsize)
 
     def gathered_bytes(self, model: nn.Module) -> dict[str, int]:
-        if self.mesh.degrees["dp_shard"] == 1:
-            return {}
-        return {name: count * self.param_dtype.itemsize for name, count in self._gathered(model).items()}
+        return self._groups(model, self._gathered_itemsize) if self.mesh.degrees["dp_shard"] > 1 else {}
 
     def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
-        outside, layers = (counts := self._gathered(model)).popitem()[1], list(counts.values())
-        gathered = outside + (sum(layers) if self.config.reshard_after_forward == "never" else max(layers))
+        groups = self._groups(model, self._gathered_itemsize)
+        layers = [groups.pop(f"layers.{n}") for n in range(len(model.layers))]
+        gathered = sum(groups.values()) + (sum(layers) if self.config.reshard_after_forward == "never" else max(layers))
         if self.mesh.degrees["dp_shard"] > 1:
-            gathered += 2 * max(layers)  # what arrived for the layer in use, and what arrives for the next meanwhile
-        summed = max(outside, *layers) * (self.param_dtype.itemsize + self.reduce_dtype.itemsize)
+            # What arrived for the layer in use, and what arrives meanwhile for the next ones.
+            gathered += (1 + max(1, self.config.forward_prefetch, self.config.backward_prefetch)) * max(layers)
+        summed = self._groups(model, lambda name: self.param_dtype.itemsize + self.reduce_dtype.itemsize)
         held = {
-            f"{_name(self.param_dtype)} weights outside of the layers, of the one in use, and buffers":
-                gathered * self.param_dtype.itemsize,
-            f"gradients on their way to be summed over ranks in {_name(self.reduce_dtype)}": summed,
-        }  # fmt: skip
+            "weights gathered: all outside of the layers, of the layer in use, and buffers": gathered,
+            f"gradients on their way to be summed over ranks in {_name(self.reduce_dtype)}": max(summed.values()),
+        }
         if microbatches > 1:
-            held[f"{_name(self.reduce_dtype)} gradients, unsharded until the last microbatch sums them"] = (
-                sum([outside, *layers]) * self.reduce_dtype.itemsize
-            )
+            count = sum(self._groups(model, lambda name: self.reduce_dtype.itemsize).values())
+            held[f"{_name(self.reduce_dtype)} gradients, unsharded until the last microbatch sums them"] = count
         return held
 
     def before_microbatch(self, *, last: bool) -> None:

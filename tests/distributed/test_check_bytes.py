@@ -28,14 +28,19 @@ LAYOUTS = {
     "fsdp2-never": ["--parallelism.fsdp.reshard_after_forward=never"],
     "hsdp": ["--parallelism.data_parallel_replicate_degree=2"],
     "fsdp2xtp2": ["--parallelism.tensor_parallel_degree=2"],
+    "fsdp2-float8": [
+        "--transforms.float8.recipe_name=tensorwise", "--transforms.float8.enable_fsdp_float8_all_gather=true",
+        "--transforms.float8.precompute_float8_dynamic_scale_for_fsdp=true",
+    ],
     "tp4": ["--parallelism.tensor_parallel_degree=4"],
-}
+}  # fmt: skip
 CHECKPOINTS = {
     "none": [],
     "full": ["--transforms.activation_checkpoint.mode=full"],
     "selective": ["--transforms.activation_checkpoint.mode=selective"],
 }
-CELLS = [(layout, ac) for layout in LAYOUTS for ac in CHECKPOINTS]
+CELLS = [(layout, "none") for layout in LAYOUTS]
+CELLS += [(layout, ac) for layout in ("fsdp2", "fsdp2xtp2") for ac in ("full", "selective")]
 
 
 def recipe(layout: str, ac: str, folder: str) -> Recipe:
