@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
-from titan_prores.build import activation_bytes, build_components, state_bytes, transform_model
+from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
 from titan_prores.errors import MissingError
 from titan_prores.failures import own_fault, summarise
+from titan_prores.mesh import Mesh
 from titan_prores.recipe import Recipe, data_parallel_size, global_batch_size, plan_mesh
 from titan_prores.run_folder import annotated_toml
 
@@ -31,26 +32,9 @@ def report(recipe: Recipe, world_size: int) -> str:
     try:
         n_parameters = sum(p.numel() for p in model.parameters())
         transforms = transform_model(recipe, components, mesh)
-        try:
-            state = state_bytes(model, components.optimizer)
-        except Exception as error:  # an optimizer of somebody's that cannot take a step like this
-            raise own_fault("optimizer", error) from error
-        held = [("parameters", state.parameters, ""), ("gradients", state.gradients, "")]
-        held += [("optimizer", state.optimizer, "")]
-        try:
-            activations = activation_bytes(recipe, mesh)
-        except Exception as error:  # a model of somebody's that looks at the values of its tensors
-            why = f"activations are not included, as the model does not run without values: {summarise(error, 0)}"
-            why = " ".join(why.split())
-        else:
-            why = "activations as uncompiled code on a CPU keeps them"
-            notes = [note for _, transform in components.transforms if (note := transform.activations_note())]
-            what = "; ".join(["kept of a microbatch until its backward pass", *(f"at most: {note}" for note in notes)])
-            held.append(("activations", activations.kept, what))
-            held.append(("computing", activations.peak - activations.kept, "more when forward and backward hold most"))
+        held, about = _held(recipe, components, mesh, microbatches)
         gathered: dict[str, int] = {}
         for _, transform in components.transforms:
-            held += [("besides", size, what) for what, size in transform.held_bytes(model, microbatches).items()]
             gathered |= transform.gathered_bytes(model)
         flops = model.flops_per_token()
     finally:
@@ -77,12 +61,38 @@ def report(recipe: Recipe, world_size: int) -> str:
         groups = _count(len(gathered), "group")
         lines.append(f"largest gather   {gathered[largest]:,} bytes of weights, of {groups}: {largest}")
     lines += [
-        f"bytes per rank   (rank 0; {why})",
+        f"bytes per rank   (rank 0; {about})",
         *(f"  {name:<12}{_bytes(size)}  {what}".rstrip() for name, size, what in held),
         f"  {'together':<12}{_bytes(sum(size for _, size, _ in held))}",
         *(f"a run needs      {error}" for error in missing),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _held(
+    recipe: Recipe, components: Components, mesh: Mesh, microbatches: int
+) -> tuple[list[tuple[str, int, str]], str]:
+    """What rank 0 holds, as (name, bytes, what it is), and what to know about the activations in it."""
+    try:
+        state = state_bytes(components.model, components.optimizer)
+    except Exception as error:  # an optimizer of somebody's that cannot take a step like this
+        raise own_fault("optimizer", error) from error
+    held = [(name, getattr(state, name), "") for name in ("parameters", "gradients", "optimizer")]
+    try:
+        activations = activation_bytes(recipe, mesh)
+    except Exception as error:  # a model of somebody's that looks at the values of its tensors
+        reason = " ".join(summarise(error, 0).split())
+        about = f"activations are not included, as the model does not run without values: {reason}"
+    else:
+        about = "activations as uncompiled code on a CPU keeps them"
+        notes = [note for _, transform in components.transforms if (note := transform.activations_note())]
+        what = "; ".join(["kept of a microbatch until its backward pass", *(f"at most: {note}" for note in notes)])
+        held.append(("activations", activations.kept, what))
+        held.append(("computing", activations.peak - activations.kept, "more when forward and backward hold most"))
+    for _, transform in components.transforms:
+        more = transform.held_bytes(components.model, microbatches)
+        held += [("besides", size, what) for what, size in more.items()]
+    return held, about
 
 
 def _count(number: int, noun: str) -> str:
