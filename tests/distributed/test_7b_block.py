@@ -29,8 +29,10 @@ PLAIN = [
     "--parallelism.tensor_parallel_degree=1", "--transforms.compile.enabled=false",
     "--transforms.activation_checkpoint.enabled=false",
 ]  # fmt: skip
-# Of a loss, and of a gradient relative to its norm. All is computed in fp32, so that little is left to rounding.
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-4
+# Relative to a gradient's norm. All is computed in fp32, so that little is left to rounding.
+GRADIENT_TOLERANCE = 1e-4
+# Of losses until the first update shows, and after it: AdamW makes whole steps of gradients that are rounding alone.
+LOSS_TOLERANCES = (1e-5, 1e-5, 1e-5, 2e-3, 2e-3)
 
 
 class Gradients(Metric):
@@ -106,11 +108,12 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     apart = [abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True)]
     assert two["gradients"].keys() == one["gradients"].keys()
     worst = max(distance for _, distance in two["gradients"].values())
-    print(f"losses {two['losses']}, at most {max(apart):.1e} apart, gradients {worst:.1e}, "
+    print(f"losses {two['losses']}, apart by {apart}, gradients {worst:.1e}, "
           f"{one['memory_gib']:.1f} GiB and {two['memory_gib']:.1f} GiB a rank")  # fmt: skip
     for name, (norm, distance) in two["gradients"].items():
         assert norm > 0 and one["gradients"][name][0] > 0, f"zero gradient of {name}"
         assert distance <= GRADIENT_TOLERANCE, f"gradient of {name}"
-    assert max(apart) <= LOSS_TOLERANCE
+    for step, (distance, tolerance) in enumerate(zip(apart, LOSS_TOLERANCES, strict=True), 1):
+        assert distance <= tolerance, f"loss of step {step}"
     assert len(two["losses"]) == STEPS and all(map(math.isfinite, two["losses"]))
     assert two["losses"][-1] < two["losses"][0]
