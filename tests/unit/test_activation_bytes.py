@@ -98,6 +98,15 @@ def test_fake_tensors_find_what_a_real_step_holds(mode: str, dtype: str) -> None
     assert found.peak == pytest.approx(real.peak, rel=0.01)
 
 
+def test_float8_is_counted_too() -> None:
+    built = recipe("--transforms.float8.recipe_name=tensorwise", mode="selective")
+    with one_rank() as mesh:
+        real, found = step_bytes(*real_step(built, mesh)), activation_bytes(built, mesh)
+    print(f"float8: kept {found.kept / real.kept - 1:+.3%}, peak {found.peak / real.peak - 1:+.3%}")
+    assert found.kept == pytest.approx(real.kept, rel=0.01)
+    assert found.peak == pytest.approx(real.peak, rel=0.05)
+
+
 def test_autograd_saves_what_is_kept_but_for_selective() -> None:
     """The count by hooks on saved tensors, another way to the same number where nothing but autograd keeps anything."""
     saved = {}
