@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from pydantic import field_validator, model_validator
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from titan_prores.config import Section, one_of, setting
 from titan_prores.log import logger
@@ -51,9 +53,11 @@ class Compile(Transform):
         if config.mode != "default":
             self.options["mode"] = config.mode
         self.updates = 0
+        self.vocabulary_is_split = False
         self.start = self.seen = _Seen()
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
+        self.vocabulary_is_split = facts.mesh.degrees.get("tp", 1) > 1
         self.layers = list(model.layers)
         self.before = [layer.forward for layer in self.layers]
         for layer in self.layers:
@@ -67,7 +71,10 @@ class Compile(Transform):
             raise RuntimeError(f"torch.compile left {left or 'all'} layers as they were; is TORCH_COMPILE_DISABLE set?")
 
     def wrap_loss(self, loss: Loss) -> Loss:
-        return torch.compile(loss.__call__, **self.options) if self.config.loss else loss
+        if not self.config.loss:
+            return loss
+        compiled = torch.compile(loss.__call__, **self.options)
+        return _uncached(compiled) if self.vocabulary_is_split else compiled
 
     def describe(self) -> str:
         config = self.config
@@ -102,6 +109,20 @@ class Compile(Transform):
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         return {"compiled_graphs": self.start.new_graphs()} if detailed else {}
+
+
+def _uncached(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compiled code that torch 2.13's cache of whole graphs is kept from, which all ranks of a host share.
+
+    It knows a split tensor by its whole size: where the shares of a vocabulary differ, such as 129 and 128 of 257 ids,
+    a rank would be given the code of another one. The cache below it, of what inductor makes, knows better.
+    """
+
+    def uncached(*args: torch.Tensor) -> torch.Tensor:
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compiled(*args)
+
+    return uncached
 
 
 def graphs() -> int:
