@@ -30,7 +30,7 @@ PLAIN = [
     "--transforms.activation_checkpoint.enabled=false",
 ]  # fmt: skip
 # Relative to a gradient's norm. All is computed in fp32, so that little is left to rounding.
-GRADIENT_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-5
 # Of losses until the first update shows, and after it: AdamW makes whole steps of gradients that are rounding alone.
 LOSS_TOLERANCES = (1e-5, 1e-5, 1e-5, 2e-3, 2e-3)
 
@@ -116,4 +116,5 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     for step, (distance, tolerance) in enumerate(zip(apart, LOSS_TOLERANCES, strict=True), 1):
         assert distance <= tolerance, f"loss of step {step}"
     assert len(two["losses"]) == STEPS and all(map(math.isfinite, two["losses"]))
-    assert two["losses"][-1] < two["losses"][0]
+    # Each step has other text: those with the initial weights, against all later ones.
+    assert sum(two["losses"][2:]) / 3 < sum(two["losses"][:2]) / 2 - 0.5
