@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,17 +11,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from titan_prores.activation_bytes import ActivationBytes, step_bytes
 from titan_prores.data import TokenCache, TokenWindows, prepare
-from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.errors import ConfigError, ConfigErrors, MissingError
 from titan_prores.failures import own_fault
-from titan_prores.init import match_rules
+from titan_prores.init import allocate, match_rules
 from titan_prores.log import logger
 from titan_prores.mesh import Mesh
 from titan_prores.parts import Part
 from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
 from titan_prores.recipe import SECTIONS, Recipe, changes_since
 from titan_prores.run_folder import RunFolder
-from titan_prores.transform import Facts, Transform, apply_all, in_order
+from titan_prores.transform import Facts, Phase, Transform, apply_all, in_order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,6 +30,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass
 class Components:
     """The components of a recipe that need no mesh, built; the model on the meta device and not yet transformed.
+
+    Tokenizer and dataset may be None where only the size of a run is asked for.
 
     Attributes:
         parameter_device: where weights are kept; known once the model is transformed.
@@ -46,12 +49,16 @@ class Components:
     parameter_device: torch.device | None = None
 
 
-def build_components(recipe: Recipe, degrees: Mapping[str, int]) -> Components:
+def build_components(
+    recipe: Recipe, degrees: Mapping[str, int], missing: list[MissingError] | None = None
+) -> Components:
     """Build whatever can be built, and so checked, before a process group exists.
 
     Args:
         recipe: the resolved recipe.
         degrees: mesh axis -> ranks along it.
+        missing: takes what this machine lacks for tokenizer and data set; None makes it a fault as any other. A model
+            whose config has no vocab_size cannot be built without its tokenizer.
 
     Raises:
         ConfigErrors: all faults that showed.
@@ -107,13 +114,22 @@ def build_components(recipe: Recipe, degrees: Mapping[str, int]) -> Components:
 
     parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
     transforms = [(part.name, attempt(lambda part=part: build_transform(part), part.key)) for part in parts]
+    if missing is not None and (tokenizer is not None or getattr(slots["model"].config, "vocab_size", None)):
+        missing += [error for error in errors if isinstance(error, MissingError)]
+        errors = [error for error in errors if not isinstance(error, MissingError)]
     if errors:
         raise ConfigErrors(errors)
     return Components(tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, transforms)
 
 
-def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[str]:
+def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled: Iterable[str] = ()) -> list[str]:
     """Apply the recipe's transforms to the model in place and to the loss; returns a line for each.
+
+    Args:
+        recipe: the recipe.
+        components: of the recipe; the model on the meta device and not yet transformed.
+        mesh: the mesh to spread it over.
+        handled: what no transform need take care of (see `Facts.handled`).
 
     Raises:
         ConfigError: the recipe needs something that no transform provides.
@@ -123,6 +139,7 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[
         dtype=DTYPES[recipe.training.dtype],
         param_dtype=DTYPES[recipe.training.mixed_precision_param or recipe.training.dtype],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
+        handled=set(handled),
     )
     try:
         lines = apply_all(components.model, components.transforms, facts)
@@ -237,3 +254,23 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
         state = [value for held in stepped.state.values() for value in held.values() if torch.is_tensor(value)]
         gradients = [shard.grad for shard in shards.values()]
         return StateBytes(*(sum(t.nbytes for t in held) for held in (shards.values(), gradients, state)))
+
+
+def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:
+    """What a microbatch holds on this rank, by running the whole model once on fake tensors, uncompiled.
+
+    Data parallelism is left out: of what layers compute it changes the dtype of their weights and nothing else. A model
+    of its own is built for it, as tensors cannot be fake and on the meta device.
+    """
+    training = recipe.training
+    dtype = training.mixed_precision_param or training.dtype
+    recipe = replace(recipe, training=training.model_copy(update={"dtype": dtype, "mixed_precision_param": None}))
+    components = build_components(recipe, mesh.degrees, missing=[])
+    components.transforms = [pair for pair in components.transforms if pair[1].phase < Phase.DATA_PARALLEL]
+    transform_model(recipe, components, mesh, handled={*mesh.degrees, "mixed_precision"})
+    transforms = [transform for _, transform in in_order(components.transforms)]
+    # Not all tensors are the model's: alpha of ProRes, for one, stays real.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.compiler.set_stance("force_eager"):
+        allocate(components.model, torch.device("cpu"))
+        tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+        return step_bytes(components.model.train(), components.loss, transforms, tokens_BS, tokens_BS, fake)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
-from titan_prores.build import build_components, state_bytes, transform_model
-from titan_prores.failures import own_fault
+from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
+from titan_prores.errors import MissingError
+from titan_prores.failures import own_fault, summarise
+from titan_prores.mesh import Mesh
 from titan_prores.recipe import Recipe, data_parallel_size, global_batch_size, plan_mesh
 from titan_prores.run_folder import annotated_toml
 
@@ -16,26 +18,25 @@ def report(recipe: Recipe, world_size: int) -> str:
     looked at in one process.
 
     Raises:
-        ConfigError, ConfigErrors: what a run would refuse before its first step.
+        ConfigError, ConfigErrors: what a run would refuse before its first step; a tokenizer or data set that is not
+            on this machine is told at the end instead, where the sizes can be found without it.
     """
     degrees = plan_mesh(recipe.parallelism, world_size)
-    components = build_components(recipe, degrees)
-    training = recipe.training
+    missing: list[MissingError] = []
+    components = build_components(recipe, degrees, missing)
+    training, model = recipe.training, components.model
     data_ranks = data_parallel_size(degrees)
     batch = global_batch_size(training, data_ranks)
     microbatches = batch // (training.local_batch_size * data_ranks)
     mesh = mesh_module.start_fake(degrees)
     try:
-        n_parameters = sum(p.numel() for p in components.model.parameters())
+        n_parameters = sum(p.numel() for p in model.parameters())
         transforms = transform_model(recipe, components, mesh)
-        try:
-            held = state_bytes(components.model, components.optimizer)
-        except Exception as error:  # an optimizer of somebody's that cannot take a step like this
-            raise own_fault("optimizer", error) from error
-        more: dict[str, int] = {}
+        held, about = _held(recipe, components, mesh, microbatches)
+        gathered: dict[str, int] = {}
         for _, transform in components.transforms:
-            more |= transform.held_bytes(components.model, microbatches)
-        flops = components.model.flops_per_token()
+            gathered |= transform.gathered_bytes(model)
+        flops = model.flops_per_token()
     finally:
         mesh_module.stop()
 
@@ -54,14 +55,44 @@ def report(recipe: Recipe, world_size: int) -> str:
         f"x {_count(microbatches, 'microbatch')}",
         f"tokens in all    {batch * training.seq_len * training.steps:,} in {training.steps:,} steps",
         f"flops a token    {flops:.3e} forward and backward",
-        "bytes per rank   (rank 0; activations are not included)",
-        f"  parameters     {_bytes(held.parameters)}",
-        f"  gradients      {_bytes(held.gradients)}",
-        f"  optimizer      {_bytes(held.optimizer)}",
-        *(f"  besides        {_bytes(size)}  {what}" for what, size in more.items()),
-        f"  together       {_bytes(held.parameters + held.gradients + held.optimizer + sum(more.values()))}",
+    ]
+    if gathered:
+        largest = max(gathered, key=gathered.__getitem__)
+        groups = _count(len(gathered), "group")
+        lines.append(f"largest gather   {gathered[largest]:,} bytes of weights, of {groups}: {largest}")
+    lines += [
+        f"bytes per rank   (rank 0; {about})",
+        *(f"  {name:<12}{_bytes(size)}  {what}".rstrip() for name, size, what in held),
+        f"  {'together':<12}{_bytes(sum(size for _, size, _ in held))}",
+        *(f"a run needs      {error}" for error in missing),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _held(
+    recipe: Recipe, components: Components, mesh: Mesh, microbatches: int
+) -> tuple[list[tuple[str, int, str]], str]:
+    """What rank 0 holds, as (name, bytes, what it is), and what to know about the activations in it."""
+    try:
+        state = state_bytes(components.model, components.optimizer)
+    except Exception as error:  # an optimizer of somebody's that cannot take a step like this
+        raise own_fault("optimizer", error) from error
+    held = [(name, getattr(state, name), "") for name in ("parameters", "gradients", "optimizer")]
+    try:
+        activations = activation_bytes(recipe, mesh)
+    except Exception as error:  # a model of somebody's that looks at the values of its tensors
+        reason = " ".join(summarise(error, 0).split())
+        about = f"activations are not included, as the model does not run without values: {reason}"
+    else:
+        about = "activations as uncompiled code on a CPU keeps them"
+        notes = [note for _, transform in components.transforms if (note := transform.activations_note())]
+        what = "; ".join(["kept of a microbatch until its backward pass", *(f"at most: {note}" for note in notes)])
+        held.append(("activations", activations.kept, what))
+        held.append(("computing", activations.peak - activations.kept, "more when forward and backward hold most"))
+    for _, transform in components.transforms:
+        more = transform.held_bytes(components.model, microbatches)
+        held += [("besides", size, what) for what, size in more.items()]
+    return held, about
 
 
 def _count(number: int, noun: str) -> str:
@@ -70,4 +101,4 @@ def _count(number: int, noun: str) -> str:
 
 
 def _bytes(count: int) -> str:
-    return f"{count:>16,}  ({count / 2**30:.3f} GiB)"
+    return f"{count:>18,}  ({count / 2**30:.3f} GiB)"

@@ -94,6 +94,10 @@ class ConfigError(Exception):
         return text
 
 
+class MissingError(ConfigError):
+    """The recipe is right, but this machine lacks a file or a package that a run needs."""
+
+
 class ConfigErrors(Exception):
     """All faults that one pass over a recipe found."""
 

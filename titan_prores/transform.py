@@ -147,6 +147,17 @@ class Transform:
         """What this rank holds besides weights, gradients and optimizer state: what it is -> bytes. For `--check`."""
         return {}
 
+    def gathered_bytes(self, model: nn.Module) -> dict[str, int]:
+        """Weights that this rank gathers from others for forward and backward: group gathered at once -> bytes."""
+        return {}
+
+    def activations_note(self) -> str:
+        """Why the activations that `--check` finds by running uncompiled code are too many; empty where they are not.
+
+        For `--check`, as both above.
+        """
+        return ""
+
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         """Keys for the metrics row of update `step`; `detailed` asks for per-layer lists too."""
         return {}

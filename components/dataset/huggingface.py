@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from titan_prores.config import setting
-from titan_prores.errors import ConfigError, nearest
+from titan_prores.errors import ConfigError, MissingError, nearest
 from titan_prores.protocols import DatasetSection
 from titan_prores.registry import register
 
@@ -40,7 +40,7 @@ class HuggingFaceDataset:
         """
         self.config = config
         if importlib.util.find_spec("datasets") is None:
-            raise ConfigError(
+            raise MissingError(
                 "name", "needs the package datasets: pip install 'titan-prores[huggingface]'", value="huggingface"
             )
 

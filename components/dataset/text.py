@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from titan_prores.config import setting
-from titan_prores.errors import ConfigError, nearest
+from titan_prores.errors import ConfigError, MissingError, nearest
 from titan_prores.protocols import DatasetSection
 from titan_prores.registry import register
 
@@ -135,7 +135,7 @@ def _match(pattern: str) -> list[str]:
             problem, hint = "is a folder", os.path.join(pattern, "**", "*")
         else:
             problem, hint = "matches no file", _nearest_path(pattern)
-        raise ConfigError("files", problem, value=pattern, nearest=hint)
+        raise MissingError("files", problem, value=pattern, nearest=hint)
     return found
 
 
@@ -160,7 +160,7 @@ def _require(package: str, extra: str) -> None:
     import importlib.util
 
     if importlib.util.find_spec(package) is None:
-        raise ConfigError("files", f"needs the package {package}: pip install 'titan-prores[{extra}]'")
+        raise MissingError("files", f"needs the package {package}: pip install 'titan-prores[{extra}]'")
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -78,7 +79,9 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self.model, self.mesh, self.reduce_dtype = model, facts.mesh, facts.reduce_dtype
+        self.model, self.mesh = model, facts.mesh
+        self.param_dtype, self.reduce_dtype = facts.param_dtype, facts.reduce_dtype
+        self.itemsizes: dict[str, int] = facts.notes.get("gathered_itemsize", {})
         facts.handled |= {*self.axes, "mixed_precision"}
 
     def _prefetch(self, layers: list[nn.Module]) -> None:
@@ -111,15 +114,45 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def _groups(self, model: nn.Module, itemsize: Callable[[str], int]) -> dict[str, int]:
+        """Bytes, padding included, of each group of parameters that is gathered and summed at once."""
+        groups = {f"layers.{n}": 0 for n in range(len(model.layers))}
+        group_of = {p: f"layers.{n}" for n, layer in enumerate(model.layers) for p in layer.parameters()}
+        for name, parameter in model.named_parameters():
+            group = group_of.get(parameter, "all outside of the layers")
+            size = parameter.to_local().numel() * self.mesh.degrees["dp_shard"] * itemsize(name)
+            groups[group] = groups.get(group, 0) + size
+        return groups
+
+    def _gathered_itemsize(self, name: str) -> int:
+        return self.itemsizes.get(name, self.param_dtype.itemsize)
+
+    def gathered_bytes(self, model: nn.Module) -> dict[str, int]:
+        return self._groups(model, self._gathered_itemsize) if self.mesh.degrees["dp_shard"] > 1 else {}
+
     def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
-        if microbatches == 1:
-            return {}
-        shards = self.mesh.degrees["dp_shard"]
-        count = sum(parameter.to_local().numel() for parameter in model.parameters()) * shards
-        return {"gradients of whole layers, until the last microbatch sums them": count * self.reduce_dtype.itemsize}
+        groups = self._groups(model, self._gathered_itemsize)
+        layers = [groups.pop(f"layers.{n}") for n in range(len(model.layers))]
+        gathered = sum(groups.values()) + (sum(layers) if self.config.reshard_after_forward == "never" else max(layers))
+        if self.mesh.degrees["dp_shard"] > 1:
+            # What arrived for the layer in use, and what arrives meanwhile for the next ones.
+            gathered += (1 + max(1, self.config.forward_prefetch, self.config.backward_prefetch)) * max(layers)
+        summed = self._groups(model, lambda name: self.param_dtype.itemsize + self.reduce_dtype.itemsize)
+        held = {
+            "weights gathered: all outside of the layers, of the layer in use, and buffers": gathered,
+            f"gradients on their way to be summed over ranks in {_name(self.reduce_dtype)}": max(summed.values()),
+        }
+        if microbatches > 1:
+            count = sum(self._groups(model, lambda name: self.reduce_dtype.itemsize).values())
+            held[f"{_name(self.reduce_dtype)} gradients, unsharded until the last microbatch sums them"] = count
+        return held
 
     def before_microbatch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _split_by_columns(model: nn.Module, degree: int) -> set[nn.Parameter]:

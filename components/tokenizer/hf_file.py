@@ -10,7 +10,7 @@ import numpy as np
 
 from components.tokenizer.tiktoken_file import pieces
 from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError, nearest
+from titan_prores.errors import ConfigError, MissingError, nearest
 from titan_prores.registry import register
 
 _MAX_PIECE = 1_000_000  # characters; the library takes some 200 bytes of memory for each
@@ -35,7 +35,7 @@ class HFFileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError(
+            raise MissingError(
                 "name", "needs the package tokenizers: pip install 'titan-prores[huggingface]'", value="hf_file"
             ) from error
 
@@ -44,7 +44,7 @@ class HFFileTokenizer:
             file /= "tokenizer.json"
         if not file.is_file():
             siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-            raise ConfigError("path", "no such file", value=str(file), nearest=nearest(file.name, siblings))
+            raise MissingError("path", "no such file", value=str(file), nearest=nearest(file.name, siblings))
         try:
             raw = file.read_bytes()
             self.tokenizer = Tokenizer.from_buffer(raw)

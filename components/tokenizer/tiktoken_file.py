@@ -13,7 +13,7 @@ import numpy as np
 import tiktoken
 
 from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError, nearest
+from titan_prores.errors import ConfigError, MissingError, nearest
 from titan_prores.registry import register
 
 _CL100K = (
@@ -110,7 +110,7 @@ def _read(path: str) -> bytes:
     file = Path(path)
     if not file.is_file():
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise ConfigError("path", "no such file", value=path, nearest=nearest(file.name, siblings))
+        raise MissingError("path", "no such file", value=path, nearest=nearest(file.name, siblings))
     try:
         return file.read_bytes()
     except OSError as error:

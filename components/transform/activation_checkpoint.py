@@ -138,6 +138,10 @@ class ActivationCheckpoint(Transform):
         }
         return f"{config.mode}, {len(self.layers)} of {self.n_layers} layers, {what[config.mode]}"
 
+    def activations_note(self) -> str:
+        share = f"the compiler keeps a share of about {self.config.memory_budget:g}"
+        return share if self.config.mode == "memory_budget" else ""
+
 
 def _recomputed(forward: Forward, **options: Any) -> Forward:
     """`forward` under torch's checkpoint, in the variant that works with FSDP2 and inside of compiled code."""

@@ -82,6 +82,9 @@ class Compile(Transform):
         what = f"{len(self.layers)} layers{' and the loss' if config.loss else ''} by {config.backend}"
         return ", ".join([what, *settings])
 
+    def activations_note(self) -> str:
+        return "compiled code keeps less"
+
     # --- What was compiled, and when ------------------------------------------------------------------------------
 
     def before_step(self, step: int) -> None:

@@ -200,6 +200,8 @@ class Float8(Transform):
         # With one scale a tensor, what goes to other ranks can be cast before it goes.
         if self.config.recipe_name == "tensorwise":
             facts.notes["float8_cast_before_gather"] = found
+        if self.config.enable_fsdp_float8_all_gather:  # bytes an element, by parameter
+            facts.notes["gathered_itemsize"] = {f"{name}.weight": 1 for name in found}
 
     def describe(self) -> str:
         config = self.config

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from components.model.llama import Llama
 from titan_prores import cli, config, registry
+from titan_prores.build import build_components
 from titan_prores.cli import Options, describe, list_components, parse
 from titan_prores.errors import ConfigError, ConfigErrors
-from titan_prores.recipe import SECTIONS
+from titan_prores.recipe import SECTIONS, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -172,6 +174,49 @@ def test_check_for_three_axes(capsys):
     parameters = 2 * 129 * 64 // 4 + 4 * ((4 * 64**2 + 3 * 64 * 176) // 8 + 2 * 64 // 4) + 64 // 4
     for what in ("parameters", "gradients"):
         assert re.search(rf"^  {what} +{4 * parameters:,} ", report, re.MULTILINE)
+
+
+def test_check_of_what_is_not_on_this_machine(capsys, tmp_path):
+    """Sizes are told, and what a run would refuse to start without; a run does refuse."""
+    missing = ["--tokenizer.name=hf_file", f"--tokenizer.path={tmp_path}/tokenizer.json", "--dataset.name=text",
+               f"--dataset.files=['{tmp_path}/*.txt']"]  # fmt: skip
+    report = check(capsys, *missing, "--model.vocab_size=300")
+    assert "parameters       239,680 (0.24M)" in report
+    needs = [line for line in report.splitlines() if line.startswith("a run needs ")]
+    assert len(needs) == 2 and "tokenizer.path" in needs[0] and "dataset.files" in needs[1]
+    for arguments in ([*missing], [*missing, "--model.vocab_size=300", "--lr_scheduler.warmup_steps=50"]):
+        assert cli.main(["--config", DEBUG, "--check", *arguments]) == 2, "no vocabulary known, or something else wrong"
+        assert "a run needs" not in capsys.readouterr().out
+    with pytest.raises(ConfigErrors, match=r"tokenizer\.path(.|\n)*dataset\.files"):
+        tree = config.load(
+            Path(DEBUG), [*missing, "--model.vocab_size=300"], registry.builtin_folder() / "defaults.toml"
+        )
+        build_components(resolve(tree), {"dp_replicate": 1, "dp_shard": 1, "tp": 1})
+
+
+class Peeking(Llama):
+    """Looks at a value, which fake tensors do not have."""
+
+    def forward(self, tokens_BS):
+        return super().forward(tokens_BS) * float(tokens_BS.sum() >= 0)
+
+
+def test_check_of_a_model_that_needs_values(capsys):
+    report = check(capsys, "--model.name=tests.unit.test_cli:Peeking")
+    assert "activations are not included, as the model does not run without values" in report
+    assert "  activations " not in report and "  together " in report
+
+
+def test_what_check_adds_up(capsys):
+    report = check(capsys, "--world-size=2", "--transforms.compile.enabled=true")
+    lines = report.split("\nbytes per rank ")[1].splitlines()[1:]
+    sizes = [(line.split()[0], int(line.split()[1].replace(",", ""))) for line in lines]
+    assert [name for name, _ in sizes] == [
+        "parameters", "gradients", "optimizer", "activations", "computing", *["besides"] * 3, "together",
+    ]  # fmt: skip
+    assert sizes[-1][1] == sum(size for _, size in sizes[:-1])
+    assert "until its backward pass; at most: compiled code keeps less" in report
+    assert "largest gather   " in report and "largest gather" not in check(capsys), "one rank gathers nothing"
 
 
 def test_world_size_comes_from_torchrun(capsys, monkeypatch):
