@@ -23,6 +23,11 @@ class FullyShardedDataParallel(Parallelism):
         reshard_after_forward: Literal["default", "always", "never"] = setting(
             "default", "free gathered weights of a block after forward; default = always, but for the root"
         )
+        accumulate_gradients: Literal["unsharded", "sharded"] = setting(
+            "unsharded",
+            "where an update has several microbatches: unsharded = gradients of whole layers are kept and summed over "
+            "ranks with the last one; sharded = summed with each one, for less memory and more communication",
+        )
         cpu_offload: bool = setting(
             False, "weights, gradients and optimizer state stay in the memory of the CPU, where the optimizer steps"
         )
@@ -142,13 +147,13 @@ class FullyShardedDataParallel(Parallelism):
             "weights gathered: all outside of the layers, of the layer in use, and buffers": gathered,
             f"gradients on their way to be summed over ranks in {_name(self.reduce_dtype)}": max(summed.values()),
         }
-        if microbatches > 1:
+        if microbatches > 1 and self.config.accumulate_gradients == "unsharded":
             count = sum(self._groups(model, lambda name: self.reduce_dtype.itemsize).values())
             held[f"{_name(self.reduce_dtype)} gradients, unsharded until the last microbatch sums them"] = count
         return held
 
     def before_microbatch(self, *, last: bool) -> None:
-        self.model.set_requires_gradient_sync(last)
+        self.model.set_requires_gradient_sync(last or self.config.accumulate_gradients == "sharded")
 
 
 def _name(dtype: torch.dtype) -> str:

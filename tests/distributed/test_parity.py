@@ -24,6 +24,7 @@ LAYOUTS = {
             "--parallelism.fsdp.forward_prefetch=2",
             "--parallelism.fsdp.backward_prefetch=2",
             "--parallelism.fsdp.reshard_after_forward=always",
+            "--parallelism.fsdp.accumulate_gradients=sharded",
         ],
     ),
     "hsdp2x2": (4, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]),
