@@ -470,7 +470,7 @@ def measure(setup: Setup, wanted: Sequence[str]) -> tuple[list[Row], bool]:
         start = time.monotonic()
         try:
             rows += PARTS[name](setup)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             failed = True
             text = error.stderr[-300:] if isinstance(error, subprocess.CalledProcessError) else summarise(error, 0)
             rows.append(Row(name, "failed", note=" ".join(text.split())))

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -43,7 +45,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "shape": ["--model.vocab_size=32000", "--training.seq_len=1024"], "batch": 16, "matmul": 8192,
     },
     "cpu": {
-        "speed": ("debug", "14M"), "largest": ("14M", "debug"), "pairs": 6,
+        "speed": ("debug", "debug"), "largest": ("7B", "debug"), "pairs": 6,
         "shape": ["--model.vocab_size=512", "--training.seq_len=32", "--transforms.compile.backend=aot_eager"],
         "batch": 2, "matmul": 128,
     },
@@ -53,14 +55,10 @@ PLANS: dict[str, dict[str, Any]] = {
 TOLERANCE = 1e-4
 PARITY = [
     "--model.flavor=debug", "--model.vocab_size=512", "--training.mixed_precision_param=float32",
-    "--training.seq_len=64", "--training.global_batch_size=8", "--training.deterministic=true", "--model.norm=sandwich",
+    "--training.seq_len=64", "--training.global_batch_size=8", "--model.norm=sandwich",
     # In step 2, whose gradients are compared, weights are still the initial ones and alpha is between 0 and 1.
     "--transforms.prores.residual_schedule.T=2",
 ]  # fmt: skip
-
-
-class OutOfTime(Exception):
-    """The deadline of a part is over."""
 
 
 @dataclass
@@ -71,13 +69,11 @@ class Check:
         device: "cuda" or "cpu".
         folder: shared by all parts of one command.
         report: file that lines of the result are appended to.
-        deadline: time.time() at which the part is killed.
     """
 
     device: str
     folder: Path
     report: Path
-    deadline: float
     built: int = 0
 
     @property
@@ -125,9 +121,9 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     for name, wanted in expected.items():
         norm, distance = float(wanted.norm()), float((found[name] - wanted).norm())
         relative = distance / norm if norm else (0.0 if distance == 0 else float("inf"))
-        if norm and not float(found[name].norm()):
+        if (norm and not float(found[name].norm())) or math.isnan(relative):
             relative = float("inf")
-        if not relative <= worst:  # not a number counts as large
+        if relative > worst:
             worst, whose = relative, name or "the loss"
     return worst, whose
 
@@ -164,9 +160,19 @@ def one_process(check: Check) -> None:
 
     def gradients(*overrides: str) -> dict[str, torch.Tensor]:
         torch._dynamo.reset()
-        return second_gradients(check.bench([*alone, *overrides]))
+        return second_gradients(check.bench([*alone, *deterministic, *overrides]))
 
-    reference, again = gradients(), gradients()
+    deterministic = ["--training.deterministic=true"]
+    try:
+        reference = gradients()
+    except RuntimeError as error:
+        if "determinis" not in str(error):
+            raise
+        check.say("deterministic kernels", " ".join(str(error).split())[:200], "failed")
+        torch.use_deterministic_algorithms(False)
+        deterministic.clear()
+        reference = gradients()
+    again = gradients()
     torch.save(reference, check.folder / "reference.pt")
     for mode in ("full", "selective"):
         found = gradients(f"--transforms.activation_checkpoint.mode={mode}")
@@ -251,13 +257,12 @@ def float8_matmul(check: Check) -> None:
     seconds = by_turns({**steps, "again": steps["bf16"]}, 10)
     ratio, same = (paired_ratio(seconds[name], seconds["bf16"]) for name in ("float8", "again"))
     tera = {name: 2 * size**3 / sorted(taken)[len(taken) // 2] / 1e12 for name, taken in seconds.items()}
-    check.say(
-        f"float8 / bf16 matmul of {size}: time", f"{ratio}, A/A {same}; {tera['float8']:.3g} and {tera['bf16']:.3g} TFLOP/s"
-    )  # fmt: skip
+    rates = f"{tera['float8']:.3g} and {tera['bf16']:.3g} TFLOP/s"
+    check.say(f"float8 / bf16 matmul of {size}: time", f"{ratio}, A/A {same}; {rates}")
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory was too small; on one rank, which ends all of them."""
+def out_of_memory(error: BaseException | str) -> bool:
+    """Whether it says that a device's memory was too small."""
     return "out of memory" in str(error).lower()
 
 
@@ -335,7 +340,11 @@ def speed(check: Check, flavor: str) -> None:
     describe_speed(check, what, *found)
     size, found = found[1], None
     release()
-    own = [*check.plan["shape"], *COMPILED, f"--model.flavor={flavor}", f"--training.local_batch_size={max(1, size // 2)}"]  # fmt: skip
+    # Half the batch: there will be three runs.
+    own = [
+        *check.plan["shape"], *COMPILED, f"--model.flavor={flavor}",
+        f"--training.local_batch_size={max(1, size // 2)}",
+    ]  # fmt: skip
     what = f"{flavor}, ProRes on / off, compiled: time"
     try:
         both = compare(check.bench, [*own, *OFF], {"on": own}, check.plan["pairs"])
@@ -369,9 +378,10 @@ def float8_training(check: Check) -> None:
     if check.device == "cuda" and not has_float8_units(check.device):
         return check.say(what, "this device has no float8 units", "skipped")
     flavor = check.plan["speed"][1]
-    # Sizes that 16 divides, in both.
-    own = [*check.plan["shape"], *COMPILED, f"--model.flavor={flavor}", *(["--model.ffn_dim=704"] if flavor == "14M" else [])]  # fmt: skip
-    own += [f"--training.local_batch_size={max(1, check.plan['batch'] // 2)}"]
+    own = [
+        *check.plan["shape"], *COMPILED, f"--model.flavor={flavor}",
+        f"--training.local_batch_size={max(1, check.plan['batch'] // 2)}",
+    ]  # fmt: skip
     found = compare(
         check.bench, own, {"float8": [*own, "--transforms.float8.recipe_name=tensorwise"]}, check.plan["pairs"]
     )
@@ -458,7 +468,6 @@ def parser() -> argparse.ArgumentParser:
     # How the command calls itself for a part, in processes of their own.
     made.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    made.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     return made
 
 
@@ -503,10 +512,7 @@ def launch(name: str, device: str, n_devices: int, folder: Path, deadline: float
     if name.startswith("parity-") and not (folder / "reference.pt").exists():
         return [{"what": name, "result": "the part parity left nothing to compare with", "status": "skipped"}]
     deadline = min(deadline, time.time() + part.seconds)
-    command = [
-        str(Path(__file__).resolve()), "--part", name, "--device", device, "--folder", str(folder),
-        "--deadline", str(deadline),
-    ]  # fmt: skip
+    command = [str(Path(__file__).resolve()), "--part", name, "--device", device, "--folder", str(folder)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {
@@ -533,7 +539,10 @@ def launch(name: str, device: str, n_devices: int, folder: Path, deadline: float
     if status is None:
         lines.append({"what": name, "result": f"out of time after {time.time() - start:.0f} s", "status": "skipped"})
     elif status:
-        lines.append({"what": name, "result": reason(log.read_text()), "status": "failed"})
+        why = reason(log.read_text())
+        # Among several ranks one that runs out of memory takes the others along.
+        short = ranks > 1 and out_of_memory(why)
+        lines.append({"what": name, "result": why, "status": "skipped" if short else "failed"})
     elif not lines:
         lines.append({"what": name, "result": "ended without a result", "status": "failed"})
     print(f"  {time.time() - start:.0f} s", file=sys.stderr, flush=True)
@@ -572,7 +581,7 @@ def run_part(options: argparse.Namespace) -> int:
     # The driver and its backend may have much to say; the result is in the file.
     logging.disable(logging.INFO)
     report = options.folder / f"{options.part}.jsonl"
-    PARTS[options.part].function(Check(options.device, options.folder, report, options.deadline))
+    PARTS[options.part].function(Check(options.device, options.folder, report))
     mesh.stop()
     return 0
 
@@ -586,8 +595,6 @@ def about(device: str, n_devices: int) -> dict[str, Any]:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return None
-
-    import importlib.metadata
 
     name = torch.cuda.get_device_name(0) if device == "cuda" else "CPU, tiny sizes: a trial of this script, no result"
     packages = {package: version(package) for package in ("torch", "torchao", "torchdata", "triton")}
