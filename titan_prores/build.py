@@ -28,7 +28,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Components:
-    """The components of a recipe that need no mesh, built; the model on the meta device and not yet transformed."""
+    """The components of a recipe that need no mesh, built; the model on the meta device and not yet transformed.
+
+    Attributes:
+        parameter_device: where weights are kept; known once the model is transformed.
+    """
 
     tokenizer: Tokenizer
     dataset: Dataset
@@ -39,6 +43,7 @@ class Components:
     validator: Validator
     metrics: list[Metric]
     transforms: list[tuple[str, Transform]]
+    parameter_device: torch.device | None = None
 
 
 def build_components(recipe: Recipe, degrees: Mapping[str, int]) -> Components:
@@ -126,6 +131,7 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh) -> list[
         error.key = whole_keys.get(error.key, error.key)
         error.where = error.where or recipe.origins.get(error.key)
         raise
+    components.parameter_device = facts.parameter_device or mesh.device
     for _, transform in in_order(components.transforms):
         components.loss = transform.wrap_loss(components.loss)
     return lines

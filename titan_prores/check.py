@@ -44,7 +44,10 @@ def report(recipe: Recipe, world_size: int) -> str:
         annotated_toml(recipe).rstrip(),
         "",
         f"mesh             {axes} = {_count(world_size, 'rank')}",
-        "transforms       " + "\n                 ".join(f"{n}. {line}" for n, line in enumerate(transforms, 1)),
+        "transforms       "
+        + "\n                 ".join(
+            f"{n}. {line}".replace("\n", "\n" + 20 * " ") for n, line in enumerate(transforms, 1)
+        ),
         f"parameters       {n_parameters:,} ({n_parameters / 1e6:.2f}M)",
         f"tokens a step    {batch * training.seq_len:,} = {_count(data_ranks, 'data rank')} "
         f"x {_count(training.local_batch_size, 'sequence')} x {_count(training.seq_len, 'token')} "

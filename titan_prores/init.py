@@ -74,24 +74,40 @@ def name_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, parameter_device: torch.device | None = None) -> None:
     """Give a meta model storage, every element unset: buffers hold NaN, or the lowest integer, until they are filled.
 
     A parameter that stands under several names stays one.
+
+    Args:
+        model: on the meta device.
+        device: of buffers.
+        parameter_device: of parameters; default as of buffers.
     """
     names = list(model.named_parameters(remove_duplicate=False))
     shared: dict[int, list[str]] = {}
     for name, parameter in names:
         shared.setdefault(id(parameter), []).append(name)
-    model.to_empty(device=device)
+    model.to_empty(device=parameter_device or device)
     for first, *others in shared.values():
         for name in others:
             owner, _, attribute = name.rpartition(".")
             if model.get_parameter(name) is not model.get_parameter(first):
                 setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    if parameter_device is not None and parameter_device != device:
+        _move_the_rest(model, device)
     for buffer in model.buffers():
         if (unset := _unset(buffer)) is not None:
             buffer.fill_(unset)
+
+
+def _move_the_rest(model: nn.Module, device: torch.device) -> None:
+    """Everything but parameters to `device`: buffers, and what modules move in an `_apply` of their own."""
+    for module in model.modules():
+        if not list(module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def unfilled_buffers(model: nn.Module) -> list[str]:

@@ -107,7 +107,7 @@ class Trainer:
 
     def _materialize(self, model: torch.nn.Module) -> torch.nn.Module:
         """Give the transformed meta model storage, weights and buffers."""
-        allocate(model, self.mesh.device)
+        allocate(model, self.mesh.device, self.parts.parameter_device)
         init_weights(model, model.init_rules(), self.recipe.training.seed)
         model.fill_buffers()
         for transform in self.transforms:
@@ -196,7 +196,8 @@ class Trainer:
         probed = self.records.measure(self.step + 1, self.model)
         grad_norm = self._clip_gradients()
         loss_sum = self.mesh.sum_over_data(loss_sum)
-        loss_value, norm_value = torch.stack([loss_sum, grad_norm]).tolist()  # the one wait for the device
+        numbers = torch.stack([loss_sum, grad_norm.to(loss_sum.device)])
+        loss_value, norm_value = numbers.tolist()  # the one wait for the device
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
             self.optimizer.step()

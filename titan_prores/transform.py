@@ -51,6 +51,8 @@ class Facts:
         dtype: dtype that weights and optimizer state are kept in.
         param_dtype: dtype of weights in forward and backward.
         reduce_dtype: dtype in which gradients are summed over ranks.
+        parameter_device: where weights and optimizer state are kept; the mesh's device unless a transform says
+            otherwise.
         applied: names of the transforms applied so far, in order.
         handled: what a transform has taken care of: a mesh axis, or "mixed_precision". The engine refuses a model
             on which something it needs is left over.
@@ -61,6 +63,7 @@ class Facts:
     dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
+    parameter_device: torch.device | None = None
     applied: list[str] = field(default_factory=list)
     handled: set[str] = field(default_factory=set)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +121,7 @@ class Transform:
         return loss
 
     def describe(self) -> str:
-        """One line for the log and `--check`: what was done."""
+        """One line for the log and `--check`: what was done; a table may follow it, a line each."""
         return ""
 
     def on_materialize(self, model: nn.Module) -> None:

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -32,7 +34,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     tensors = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
     with _in_one_line():
-        dcp.save({"model": get_model_state_dict(model), "optimizer": tensors}, checkpoint_id=folder)
+        dcp.save({"model": _weights(model), "optimizer": tensors}, checkpoint_id=folder)
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +49,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     with _in_one_line():
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         state = {
-            "model": get_model_state_dict(model),
+            "model": _weights(model),
             "optimizer": {key: value for key, value in tensors.items() if f"optimizer.{key}" in saved},
         }
         dcp.load(state, checkpoint_id=folder)
@@ -55,6 +57,28 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         tensors[key].zero_()  # of a parameter that had no gradient yet
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, tensors | groups, options=_OPTIONS)
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state, sharing its storage, without what a transform has wrapped around weights.
+
+    torchao's float8 all-gather makes them tensors of a class of its own, with which no run without it could read them.
+    """
+    return {name: _unwrapped(tensor) for name, tensor in get_model_state_dict(model).items()}
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        part = tensor.to_local()
+        if (inner := _unwrapped(part)) is part:
+            return tensor
+        return DTensor.from_local(
+            inner, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return next((part for part in inner if part.shape == tensor.shape and part.dtype == tensor.dtype), tensor)
+    return tensor
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
+import torch
 from torch import nn
 
 from titan_prores.config import Section, setting
@@ -20,6 +22,16 @@ class FullyShardedDataParallel(Parallelism):
         reshard_after_forward: Literal["default", "always", "never"] = setting(
             "default", "free gathered weights of a block after forward; default = always, but for the root"
         )
+        cpu_offload: bool = setting(
+            False, "weights, gradients and optimizer state stay in the memory of the CPU, where the optimizer steps"
+        )
+        forward_prefetch: int = setting(
+            0, "start gathering the weights of so many layers ahead; 0 = of the next one once this one runs",
+            unit="layers", ge=0,
+        )  # fmt: skip
+        backward_prefetch: int = setting(
+            1, "the same in the backward pass, for the layers before this one", unit="layers", ge=1
+        )
 
     phase = Phase.DATA_PARALLEL
     axes = ("dp_replicate", "dp_shard")
@@ -27,8 +39,17 @@ class FullyShardedDataParallel(Parallelism):
     # FSDP and DTensor take most of a second to load, which a recipe with a fault need not wait for.
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
         from torch.distributed.tensor import Shard
+
+        # A block that ends in a norm or a view returns a view; residual adds change nothing in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
         mesh = facts.mesh.device_mesh
         sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
@@ -39,13 +60,18 @@ class FullyShardedDataParallel(Parallelism):
         )
         reshard = self.config.reshard_after_forward
         columns = _split_by_columns(model, facts.mesh.degrees["dp_shard"])
+        on_cuda = facts.mesh.device.type == "cuda"
+        if self.config.cpu_offload:
+            facts.parameter_device = torch.device("cpu")
         how = {
             "mesh": sharding, "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda) if self.config.cpu_offload else OffloadPolicy(),
             "shard_placement_fn": lambda parameter: Shard(1) if parameter in columns else None,
         }  # fmt: skip
         for layer in model.layers:
             fully_shard(layer, **how, reshard_after_forward=reshard != "never")
         fully_shard(model, **how, reshard_after_forward=reshard == "always")
+        self._prefetch(list(model.layers))
         # The loss is divided by the global number of labels, so gradients are summed over ranks, not averaged.
         # gloo has no scaled sum, hence the second call.
         for module in model.modules():
@@ -54,6 +80,15 @@ class FullyShardedDataParallel(Parallelism):
                 module.set_force_sum_reduction_for_comms(True)
         self.model, self.mesh, self.reduce_dtype = model, facts.mesh, facts.reduce_dtype
         facts.handled |= {*self.axes, "mixed_precision"}
+
+    def _prefetch(self, layers: list[nn.Module]) -> None:
+        """Say which layers to gather early, where it is not what FSDP2 does by itself."""
+        ahead, back = self.config.forward_prefetch, self.config.backward_prefetch
+        for i, layer in enumerate(layers):
+            if ahead:
+                layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
+            if back > 1:
+                layer.set_modules_to_backward_prefetch(layers[max(0, i - back) : i][::-1])
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
         from torch.distributed.tensor import DTensor
@@ -65,7 +100,8 @@ class FullyShardedDataParallel(Parallelism):
     def describe(self) -> str:
         degrees = self.mesh.degrees
         kind = f"HSDP, {degrees['dp_replicate']} replicas of" if degrees["dp_replicate"] > 1 else "FSDP2,"
-        return f"{kind} {degrees['dp_shard']} shard{'s' if degrees['dp_shard'] > 1 else ''}"
+        offloaded = ", offloaded to the CPU" if self.config.cpu_offload else ""
+        return f"{kind} {degrees['dp_shard']} shard{'s' if degrees['dp_shard'] > 1 else ''}{offloaded}"
 
     def after_evaluation(self) -> None:
         from torch.distributed.fsdp import FSDPModule

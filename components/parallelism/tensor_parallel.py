@@ -7,7 +7,6 @@ vocabulary (arXiv 1909.08053, 2205.05198).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -64,19 +63,27 @@ class TensorParallel(Parallelism):
             return
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from components.parallelism._styles import STYLES
+        from components.parallelism._styles import STYLES, float8_styles
 
-        # A block that ends in a norm returns a view of the norm's DTensor; residual adds change nothing in place.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         self.mesh = facts.mesh.device_mesh["tp"]
         self.plan: TensorParallelPlan = model.tensor_parallel_plan()
+        float8 = facts.notes.get("float8_cast_before_gather", frozenset())
+        float8_makers = float8_styles(self.mesh.device_type) if float8 else {}
         for pattern, word in self.plan.modules.items():
             if word not in STYLES:
                 raise ValueError(f"the plan has {word} for {pattern} (allowed: {', '.join(STYLES)})")
-            make_style, _ = STYLES[word]
-            for _, module in matching(model, pattern):
+            for name, module in matching(model, pattern):
+                # One input for several linears is cast only where all of them want it so.
+                linears = {name} if word != "gather" else self._columns_below(model, name)
+                cast = word in float8_makers and linears and linears <= float8
+                make_style = float8_makers[word] if cast else STYLES[word][0]
                 # The weights are on the meta device: there is nothing to send to other ranks.
                 parallelize_module(module, self.mesh, make_style(), src_data_rank=None)
+
+    def _columns_below(self, model: nn.Module, name: str) -> set[str]:
+        """Names of the linears that take a gathered module's input."""
+        columns = [pattern for pattern, word in self.plan.modules.items() if word == "column"]
+        return {found for pattern in columns for found, _ in matching(model, pattern) if found.startswith(f"{name}.")}
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
         if self.degree == 1:

@@ -17,6 +17,15 @@ from titan_prores.init import init_weights, match_rules, name_seed
 LAYOUTS = {
     "one": (1, []),
     "fsdp2": (2, ["--parallelism.data_parallel_shard_degree=2"]),
+    "fsdp2-offload-prefetch": (
+        2,
+        [
+            "--parallelism.fsdp.cpu_offload=true",
+            "--parallelism.fsdp.forward_prefetch=2",
+            "--parallelism.fsdp.backward_prefetch=2",
+            "--parallelism.fsdp.reshard_after_forward=always",
+        ],
+    ),
     "hsdp2x2": (4, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]),
 }
 VARIANTS = {"prores": [PRORES], "baseline": [BASELINE]}
@@ -68,7 +77,9 @@ def test_reference_has_gradients_where_expected(reference: dict[str, Any]) -> No
     assert reference["baseline"]["losses"][-1] < reference["baseline"]["losses"][0] - 0.5
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2-offload-prefetch", "hsdp2x2"))]
+)
 def test_layout_equals_one_process(layout: str, folder: Path, reference: dict[str, Any]) -> None:
     runs = run_layout(layout, folder)
     for variant in VARIANTS:

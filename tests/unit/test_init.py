@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from components.model.llama import BranchScaledRMSNorm, Llama, LlamaConfig
 from titan_prores.grad_norm import total_norm
 from titan_prores.init import allocate, unfilled_buffers
+from titan_prores.prores import ProRes, Schedule
 
 
 class Tied(nn.Module):
@@ -31,6 +33,20 @@ def test_allocate_keeps_ties_and_marks_buffers() -> None:
     assert unfilled_buffers(model) == ["count"]
     model.count.zero_()
     assert unfilled_buffers(model) == []
+
+
+def test_allocate_can_keep_parameters_on_another_device() -> None:
+    """As with CPU offload; here meta plays the device that computes."""
+    shape = LlamaConfig(dim=32, n_layers=2, n_heads=2, ffn_dim=48)
+    model = Llama(shape, vocab_size=32, seq_len=16)
+    model.extra = BranchScaledRMSNorm(32, 1e-5, 0.5)  # has a weight and a buffer
+    prores = ProRes(model, Schedule("linear", n_layers=2, T=1))
+    allocate(model, torch.device("meta"), torch.device("cpu"))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    buffers = dict(model.named_buffers())
+    assert {"rotary.cos_SE", "extra.factor"} <= buffers.keys()
+    assert {b.device.type for b in buffers.values()} == {"meta"}
+    assert prores.alpha.tensor.device.type == model.layers[1].ffn_add.alpha.device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

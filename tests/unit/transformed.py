@@ -17,7 +17,9 @@ from titan_prores.transform import Facts, Transform, apply_all, in_order
 
 N_LAYERS, VOCABULARY, SEQ_LEN = 4, 64, 16
 T = 3  # updates until layer l is at 1: T * l
-MESH = SimpleNamespace(degrees={"dp_replicate": 1, "dp_shard": 1, "tp": 1}, device_mesh=None)
+MESH = SimpleNamespace(
+    degrees={"dp_replicate": 1, "dp_shard": 1, "tp": 1}, device_mesh=None, device=torch.device("cpu")
+)
 
 
 def transform(name: str, /, **settings: Any) -> Transform:
