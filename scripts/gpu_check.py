@@ -373,8 +373,10 @@ def float8_training(check: Check) -> None:
     what = "float8 training"
     if "float8" not in registry.names("transform"):
         return check.say(what, "there is no transform float8", "skipped")
-    if importlib.util.find_spec("torchao") is None:
-        return check.say(what, "torchao is not installed", "skipped")
+    try:
+        import torchao  # noqa: F401
+    except ImportError as error:
+        return check.say(what, f"torchao cannot be imported: {error}", "skipped")
     if check.device == "cuda" and not has_float8_units(check.device):
         return check.say(what, "this device has no float8 units", "skipped")
     flavor = check.plan["speed"][1]
@@ -486,6 +488,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(
             f"no CUDA device is available to torch {torch.__version__}; --device cpu tries this script with tiny sizes"
         )
+    # So that parts, which lead sessions of their own, end with this process.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     n_devices = torch.cuda.device_count() if options.device == "cuda" else 2
     deadline = time.time() + options.seconds
     lines = []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.launch import REPOSITORY
@@ -84,10 +88,24 @@ def test_gpu_check_needs_no_torchao_and_no_torchdata(tmp_path: Path) -> None:
         sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--device", "cpu", "--json", str(file),
         "--only", "speed-small", "--only", "float8-training",
     ]  # fmt: skip
-    import os
-
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     status = {line["what"]: line["status"] for line in json.loads(file.read_text())["lines"]}
     assert status["float8 training"] == "skipped" and status["debug, ProRes on / off, compiled: time"] == "ok"
+
+
+def test_gpu_check_takes_its_parts_along_when_it_is_stopped() -> None:
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--device", "cpu", "--only", "speed-small"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (parts := psutil.Process(process.pid).children(recursive=True)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert parts
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(parts, timeout=10)
+        assert alive == []
+    finally:
+        process.kill()
