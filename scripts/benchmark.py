@@ -100,6 +100,10 @@ class Setup:
 
         return Bench(load(self.config, [*self.overrides, *own, f"--job.dump_folder={self.run_folder()}"]))
 
+    def fewer(self) -> int:
+        """Pairs for what has no goal, and needs less precision."""
+        return max(12, self.pairs // 3)
+
     def compare(self, name: str, reference: list[str], variants: dict[str, list[str]], pairs: int = 0) -> Comparison:
         from titan_prores.measuring import compare
 
@@ -139,7 +143,7 @@ def prores_compiled(setup: Setup) -> list[Row]:
 
 def compiling(setup: Setup) -> list[Row]:
     """Compile on against off."""
-    found = setup.compare("compile", ON, {"compiled": COMPILED}, setup.pairs // 2)
+    found = setup.compare("compile", ON, {"compiled": COMPILED}, setup.fewer())
     return [ratio_row(found, "compiled", "compiled / eager: time")]
 
 
@@ -164,38 +168,31 @@ def checkpointing(setup: Setup, how: str, common: list[str], pairs: int) -> list
 
 def checkpoint_eager(setup: Setup) -> list[Row]:
     """Time and peak memory of the activation checkpointing modes, eager."""
-    return checkpointing(setup, "eager", ON, setup.pairs // 2)
+    return checkpointing(setup, "eager", ON, setup.fewer())
 
 
 def checkpoint_compiled(setup: Setup) -> list[Row]:
     """Time and peak memory of the activation checkpointing modes, compiled."""
-    return checkpointing(setup, "compiled", COMPILED, setup.pairs // 2)
+    return checkpointing(setup, "compiled", COMPILED, setup.fewer())
 
 
 def float8(setup: Setup) -> list[Row]:
     """Float8 linears against bf16, compiled."""
     from titan_prores import registry
+    from titan_prores.throughput import has_float8_matmul
 
     if "float8" not in registry.names("transform"):
         return [Row("float8", "skipped", note="there is no transform float8")]
     common = [*COMPILED, *(FLOAT8_FFN if setup.config == CONFIG else [])]
     found = setup.compare(
-        "float8", common, {"float8": [*common, "--transforms.float8.recipe_name=tensorwise"]}, setup.pairs // 2
+        "float8", common, {"float8": [*common, "--transforms.float8.recipe_name=tensorwise"]}, setup.fewer()
     )
-    units = has_float8_units(found.benches["float8"])
+    units = has_float8_matmul(found.benches["float8"].trainer.mesh.device)
     label = "" if units else " (emulated)"
     note = "" if units else "emulated: says nothing of hardware with fp8 units"
     if setup.config == CONFIG:
         note = "; ".join(filter(None, [note, "ffn 704 in both"]))
     return [ratio_row(found, "float8", f"float8 tensorwise{label} / bf16, compiled: time", note=note)]
-
-
-def has_float8_units(bench: Bench) -> bool:
-    """Whether the run's device multiplies float8 numbers itself."""
-    import torch
-
-    device = bench.trainer.mesh.device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def alpha(setup: Setup) -> list[Row]:
@@ -358,7 +355,7 @@ def bare(setup: Setup) -> list[Row]:
     from titan_prores.measuring import Bench, compare
 
     found = compare(
-        setup.bench, PURE_BF16, {"compiled": [*PURE_BF16, *COMPILED]}, max(setup.pairs // 2, 6), Bench.forward_backward
+        setup.bench, PURE_BF16, {"compiled": [*PURE_BF16, *COMPILED]}, setup.fewer(), Bench.forward_backward
     )
     setup.seconds["bare"] = dict(found.seconds)
     recorded = setup.config == CONFIG and not setup.overrides

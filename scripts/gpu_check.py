@@ -212,20 +212,14 @@ def tensor_parallel(check: Check) -> None:
 # --- Parts: how fast is it ----------------------------------------------------------------------------------------
 
 
-def has_float8_units(device: str) -> bool:
-    """Whether the first device multiplies float8 numbers itself."""
-    import torch
-
-    return device == "cuda" and torch.cuda.get_device_capability(0) >= (8, 9)
-
-
 def float8_matmul(check: Check) -> None:
     """float8 against bf16 matmul, without torchao"""
     import torch
 
     from titan_prores.measuring import by_turns, paired_ratio
+    from titan_prores.throughput import has_float8_matmul
 
-    if check.device == "cuda" and not has_float8_units(check.device):
+    if check.device == "cuda" and not has_float8_matmul(torch.device("cuda", 0)):
         return check.say("float8 matmul", "this device has no float8 units", "skipped")
     size, device = check.plan["matmul"], torch.device(check.device)
     generator = torch.Generator().manual_seed(0)
@@ -367,8 +361,11 @@ def speed_medium(check: Check) -> None:
 
 def float8_training(check: Check) -> None:
     """training with float8 linears against bf16"""
+    import torch
+
     from titan_prores import registry
     from titan_prores.measuring import compare
+    from titan_prores.throughput import has_float8_matmul
 
     what = "float8 training"
     if "float8" not in registry.names("transform"):
@@ -377,7 +374,7 @@ def float8_training(check: Check) -> None:
         import torchao  # noqa: F401
     except ImportError as error:
         return check.say(what, f"torchao cannot be imported: {error}", "skipped")
-    if check.device == "cuda" and not has_float8_units(check.device):
+    if check.device == "cuda" and not has_float8_matmul(torch.device("cuda", 0)):
         return check.say(what, "this device has no float8 units", "skipped")
     flavor = check.plan["speed"][1]
     own = [
