@@ -440,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"error: {each}", file=sys.stderr)
             return 2
         logging.disable(logging.INFO)  # dozens of runs each have the same to say
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and every profiler that it starts and stops
         import torch
 
         torch.set_num_threads(options.threads)
