@@ -36,7 +36,6 @@ ON: list[str] = []
 OFF = ["--transforms.prores.enabled=false"]
 COMPILED = ["--transforms.compile.enabled=true"]
 PURE_BF16 = ["--training.dtype=bfloat16", "--parallelism.fsdp.enabled=false"]
-FLOAT8_FFN = ["--model.ffn_dim=704"]  # float8 matmuls want sizes that 16 divides, and 684 is not one
 
 # Forward and backward in tokens/s, medians of two interleaved rounds, measured once on this kind of machine (2 threads)
 # at the size of train_configs/benchmark.toml. They belong to no run of this script: context, not a comparison.
@@ -179,19 +178,24 @@ def checkpoint_compiled(setup: Setup) -> list[Row]:
 def float8(setup: Setup) -> list[Row]:
     """Float8 linears against bf16, compiled."""
     from titan_prores import registry
+    from titan_prores.measuring import load
     from titan_prores.throughput import has_float8_matmul
 
     if "float8" not in registry.names("transform"):
         return [Row("float8", "skipped", note="there is no transform float8")]
-    common = [*COMPILED, *(FLOAT8_FFN if setup.config == CONFIG else [])]
+    recipe = load(setup.config, setup.overrides)
+    ffn_dim = getattr(recipe.slots["model"].config, "ffn_dim", 0)
+    # Float8 matmuls want sizes that 16 divides; others would stay in bf16.
+    wider = -(-ffn_dim // 64) * 64 if ffn_dim % 16 else ffn_dim
+    common = [*COMPILED, *([f"--model.ffn_dim={wider}"] if wider != ffn_dim else [])]
     found = setup.compare(
         "float8", common, {"float8": [*common, "--transforms.float8.recipe_name=tensorwise"]}, setup.fewer()
     )
     units = has_float8_matmul(found.benches["float8"].trainer.mesh.device)
     label = "" if units else " (emulated)"
     note = "" if units else "emulated: says nothing of hardware with fp8 units"
-    if setup.config == CONFIG:
-        note = "; ".join(filter(None, [note, "ffn 704 in both"]))
+    if wider != ffn_dim:
+        note = "; ".join(filter(None, [note, f"ffn_dim {wider} in both, not {ffn_dim}"]))
     return [ratio_row(found, "float8", f"float8 tensorwise{label} / bf16, compiled: time", note=note)]
 
 
