@@ -54,6 +54,11 @@ def mfu(tokens_per_second: float, flops_per_token: float, n_devices: int, peak: 
     return tokens_per_second * flops_per_token / (n_devices * peak)
 
 
+def has_float8_matmul(device: torch.device) -> bool:
+    """Whether `device` multiplies float8 tensors, of one scale each, itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def memory_gib(device: torch.device) -> float:
     """Peak of allocated device memory so far; without CUDA what this process has resident now. In GiB."""
     if device.type == "cuda":

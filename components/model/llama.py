@@ -24,9 +24,10 @@ from titan_prores.prores import ResidualAdd
 from titan_prores.protocols import TensorParallelPlan
 from titan_prores.registry import register
 
-# name -> (dim, ffn_dim, n_heads, n_layers); the shapes of the ProRes paper and its reference code.
+# name -> (dim, ffn_dim, n_heads, n_layers); the shapes of the ProRes paper and its reference code, and two for CPUs.
 _SHAPES = {
     "debug": (64, 176, 4, 4),
+    "14M": (256, 684, 4, 12),
     "71M": (512, 1368, 8, 12),
     **{f"71M-{n_layers}": (512, 1368, 8, n_layers) for n_layers in (24, 48, 72, 96, 120)},
     "130M": (768, 2048, 12, 12),

@@ -1,0 +1,517 @@
+#!/usr/bin/env python
+"""Measure ratios of step times, memory, graphs and start-up, side by side in one process. See --help."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+if str(REPOSITORY) not in sys.path:  # so that a checkout works without being installed
+    sys.path.insert(0, str(REPOSITORY))
+
+from titan_prores import tables  # noqa: E402
+from titan_prores.errors import ConfigError, ConfigErrors, nearest  # noqa: E402
+
+if TYPE_CHECKING:
+    from titan_prores.measuring import Bench, Comparison, Interval
+
+CONFIG = REPOSITORY / "train_configs" / "benchmark.toml"
+README = REPOSITORY / "README.md"
+MARK = "benchmark"
+
+ON: list[str] = []
+OFF = ["--transforms.prores.enabled=false"]
+COMPILED = ["--transforms.compile.enabled=true"]
+PURE_BF16 = ["--training.dtype=bfloat16", "--parallelism.fsdp.enabled=false"]
+
+# Forward and backward in tokens/s, medians of two interleaved rounds, measured once on this kind of machine (2 threads)
+# at the size of train_configs/benchmark.toml. They belong to no run of this script: context, not a comparison.
+RECORDED = {
+    "eager": "torchtitan v0.2.2's llama3 2080, ProRes reference code 2580",
+    "compiled": "torchtitan v0.2.2's llama3 2740, ProRes reference code 2880",
+}
+
+
+@dataclass
+class Row:
+    """A line of the result.
+
+    Attributes:
+        measured: what, in words.
+        result: the figure, in words.
+        same: the A/A interval beside a ratio.
+        goal: in words.
+        verdict: what may be claimed of the goal.
+        note: what else the reader should know.
+        ratio: the figure as numbers, where it is a ratio.
+    """
+
+    measured: str
+    result: str
+    same: str = ""
+    goal: str = ""
+    verdict: str = ""
+    note: str = ""
+    ratio: Interval | None = None
+
+
+@dataclass
+class Setup:
+    """What all parts share.
+
+    Attributes:
+        config: the recipe that is measured.
+        overrides: of it, for all parts alike.
+        pairs: steps of each variant that count.
+        folder: run folders go there.
+        speeds: tokens/s of training seen so far.
+        seconds: part -> variant -> times of its steps.
+    """
+
+    config: Path
+    overrides: list[str]
+    pairs: int
+    folder: Path
+    speeds: list[float] = field(default_factory=list)
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    built: int = 0
+
+    def run_folder(self) -> Path:
+        self.built += 1
+        return self.folder / f"run-{self.built}"
+
+    def bench(self, own: Sequence[str]) -> Bench:
+        """A run of the recipe with overrides of its own."""
+        from titan_prores.measuring import Bench, load
+
+        return Bench(load(self.config, [*self.overrides, *own, f"--job.dump_folder={self.run_folder()}"]))
+
+    def fewer(self) -> int:
+        """Pairs for what has no goal, and needs less precision."""
+        return max(12, self.pairs // 3)
+
+    def compare(self, name: str, reference: list[str], variants: dict[str, list[str]], pairs: int = 0) -> Comparison:
+        from titan_prores.measuring import compare
+
+        found = compare(self.bench, reference, variants, pairs or self.pairs)
+        self.seconds[name] = dict(found.seconds)
+        self.speeds += found.tokens_per_second.values()
+        return found
+
+
+def ratio_row(found: Comparison, variant: str, measured: str, limit: float | None = None, note: str = "") -> Row:
+    """A ratio of times with its A/A beside it, judged where there is a limit."""
+    from titan_prores.measuring import verdict
+
+    ratio, speed = found.ratios[variant], found.tokens_per_second
+    row = Row(measured, str(ratio), str(found.same), ratio=ratio)
+    if limit is not None:
+        row.goal, row.verdict = f"<= {limit:.2f}:", verdict(ratio, found.same, limit)
+    speeds = f"{speed[variant]:,.0f} against {speed['reference']:,.0f} tokens/s"
+    row.note = "; ".join(filter(None, [speeds, note]))
+    return row
+
+
+# --- The parts ----------------------------------------------------------------------------------------------------
+
+
+def prores_eager(setup: Setup) -> list[Row]:
+    """ProRes on against off, eager."""
+    found = setup.compare("prores_eager", OFF, {"on": ON})
+    return [ratio_row(found, "on", "ProRes on / off, eager: time", 1.03)]
+
+
+def prores_compiled(setup: Setup) -> list[Row]:
+    """ProRes on against off, compiled."""
+    found = setup.compare("prores_compiled", [*OFF, *COMPILED], {"on": COMPILED})
+    return [ratio_row(found, "on", "ProRes on / off, compiled: time", 1.01)]
+
+
+def compiling(setup: Setup) -> list[Row]:
+    """Compile on against off."""
+    found = setup.compare("compile", ON, {"compiled": COMPILED}, setup.fewer())
+    return [ratio_row(found, "compiled", "compiled / eager: time")]
+
+
+def checkpointing(setup: Setup, how: str, common: list[str], pairs: int) -> list[Row]:
+    from titan_prores.measuring import peak_bytes
+
+    mode = "--transforms.activation_checkpoint.mode="
+    variants = {name: [*common, mode + name] for name in ("selective", "every_k", "full")}
+    found = setup.compare(f"checkpoint_{how}", common, variants, pairs)
+    peaks = {
+        name: peak_bytes(found.benches[name].step, found.benches[name].trainer.mesh.device)
+        for name in ("reference", *variants)
+    }
+    return [
+        ratio_row(
+            found, name, f"activation checkpointing {name} / none, {how}: time",
+            note=f"peak memory of a step {peaks[name] / 2**20:.0f} against {peaks['reference'] / 2**20:.0f} MiB",
+        )
+        for name in variants
+    ]  # fmt: skip
+
+
+def checkpoint_eager(setup: Setup) -> list[Row]:
+    """Time and peak memory of the activation checkpointing modes, eager."""
+    return checkpointing(setup, "eager", ON, setup.fewer())
+
+
+def checkpoint_compiled(setup: Setup) -> list[Row]:
+    """Time and peak memory of the activation checkpointing modes, compiled."""
+    return checkpointing(setup, "compiled", COMPILED, setup.fewer())
+
+
+def float8(setup: Setup) -> list[Row]:
+    """Float8 linears against bf16, compiled."""
+    from titan_prores import registry
+    from titan_prores.measuring import load
+    from titan_prores.throughput import has_float8_matmul
+
+    if "float8" not in registry.names("transform"):
+        return [Row("float8", "skipped", note="there is no transform float8")]
+    recipe = load(setup.config, setup.overrides)
+    ffn_dim = getattr(recipe.slots["model"].config, "ffn_dim", 0)
+    # Float8 matmuls want sizes that 16 divides; others would stay in bf16.
+    wider = -(-ffn_dim // 64) * 64 if ffn_dim % 16 else ffn_dim
+    common = [*COMPILED, *([f"--model.ffn_dim={wider}"] if wider != ffn_dim else [])]
+    found = setup.compare(
+        "float8", common, {"float8": [*common, "--transforms.float8.recipe_name=tensorwise"]}, setup.fewer()
+    )
+    units = has_float8_matmul(found.benches["float8"].trainer.mesh.device)
+    label = "" if units else " (emulated)"
+    note = "" if units else "emulated: says nothing of hardware with fp8 units"
+    if wider != ffn_dim:
+        note = "; ".join(filter(None, [note, f"ffn_dim {wider} in both, not {ffn_dim}"]))
+    return [ratio_row(found, "float8", f"float8 tensorwise{label} / bf16, compiled: time", note=note)]
+
+
+def alpha(setup: Setup) -> list[Row]:
+    """Time of moving alpha, by depth."""
+    from torch import nn
+
+    from titan_prores.measuring import by_turns, median_interval, paired_ratio, verdict
+    from titan_prores.prores import ProRes, ResidualAdd, Schedule
+
+    def update(n_layers: int, calls: int = 500) -> Callable[[], float]:
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.Sequential(ResidualAdd()) for _ in range(n_layers))
+        prores = ProRes(model, Schedule("linear", n_layers=n_layers, T=1000))
+
+        def timed() -> float:
+            start = time.perf_counter()
+            for step in range(calls):
+                prores.set_step(step)
+            return (time.perf_counter() - start) / calls
+
+        return timed
+
+    found = by_turns({"12": update(12), "again": update(12), "1000": update(1000)}, max(setup.pairs, 20))
+    setup.seconds["alpha"] = found
+    ratio, same = paired_ratio(found["1000"], found["12"]), paired_ratio(found["again"], found["12"])
+    shallow, deep = (median_interval(found[depth]).median * 1e6 for depth in ("12", "1000"))
+    limit = 2.0
+    return [
+        Row("alpha update, 1000 / 12 layers: time", str(ratio), str(same), f"<= {limit:.2f}:",
+            verdict(ratio, same, limit), f"{deep:.1f} against {shallow:.1f} microseconds, once a step", ratio)
+    ]  # fmt: skip
+
+
+def graphs(setup: Setup) -> list[Row]:
+    """Graphs that are compiled while alpha warms up."""
+    import torch
+
+    torch._dynamo.reset()
+    bench = setup.bench([*COMPILED, "--transforms.prores.residual_schedule.T=1"])
+    n_layers = len(bench.trainer.model.layers)
+    rows = []
+    for _ in range(n_layers + 3):  # alpha is 0 in the first step and 1 everywhere after n_layers
+        bench.step()
+        rows.append(dict(bench.row))
+    if rows[0]["alpha_max"] != 0 or rows[-1]["alpha_min"] != 1:
+        raise RuntimeError("alpha did not go from 0 to 1")
+    first, last = rows[1]["compiled_graphs"], rows[-1]["compiled_graphs"]
+    note = f"{first} after 2 steps, {last} after {len(rows)}, alpha from 0 to 1 in all {n_layers} layers"
+    return [Row("graphs added during a warmup", str(last - first), "", "0:", judge(last == first), note)]
+
+
+def judge(met: bool) -> str:
+    """The verdict on a count, which has no spread."""
+    from titan_prores.measuring import MET, MISSED
+
+    return MET if met else MISSED
+
+
+def saved(setup: Setup) -> list[Row]:
+    """What ProRes keeps for the backward pass."""
+    from titan_prores.measuring import saved_bytes
+
+    found, own = {}, 0
+    for name, overrides in {"off": OFF, "on": ON}.items():
+        bench = setup.bench([*PURE_BF16, *overrides])
+        left_out = list(bench.trainer.model.parameters())
+        if name == "on":  # the vector itself is there anyhow; it is state, not an activation
+            vector = bench.trainer.model.prores_alpha.tensor.to_local()
+            left_out.append(vector)
+            own = vector.untyped_storage().nbytes()
+        bench.step()
+        found[name] = saved_bytes(bench.step, left_out)
+    extra = found["on"] - found["off"]
+    note = f"{found['off']:,} bytes are saved without ProRes, {found['on']:,} with it; alpha itself, {own} bytes, apart"
+    return [Row("activation bytes saved by ProRes, eager", f"{extra:,}", "", "0:", judge(extra <= 0), note)]
+
+
+def launch(setup: Setup) -> list[Row]:
+    """Time from launch to the end of the first step."""
+    import_torch = [sys.executable, "-c", "import torch"]
+
+    def first_step(own: list[str]) -> float:
+        folder = setup.run_folder()
+        command = [
+            sys.executable, str(REPOSITORY / "scripts" / "train.py"), "--config", str(setup.config), *setup.overrides,
+            *own, f"--job.dump_folder={folder}", "--training.stop_after=1", "--metrics.jsonl.enabled=true",
+        ]  # fmt: skip
+        start = time.time()
+        run(command)
+        # Its only row is written when the first step is done.
+        return (folder / "metrics.jsonl").stat().st_mtime - start
+
+    def run(command: list[str]) -> float:
+        start = time.time()
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+        return time.time() - start
+
+    kinds = {
+        "python -c 'import torch'": lambda: run(import_torch),
+        "launch to first step, eager": lambda: first_step(ON),
+        "launch to first step, compiled": lambda: first_step(COMPILED),
+    }
+    rounds = {name: [] for name in kinds}
+    for number in range(4):
+        for name, timed in kinds.items():
+            seconds = timed()
+            if number:  # the first fills the caches of tokens, files and compiled code
+                rounds[name].append(seconds)
+    setup.seconds["launch"] = rounds
+    notes = ["", ", tokens cached", ", tokens and kernels cached"]
+    return [
+        Row(name, f"{sorted(times)[1]:.1f} s", note=f"{min(times):.1f} to {max(times):.1f} s{note}")
+        for (name, times), note in zip(rounds.items(), notes, strict=True)
+    ]
+
+
+def loader(setup: Setup) -> list[Row]:
+    """What the data loader delivers against what training eats."""
+    try:
+        import torchdata  # noqa: F401
+    except ImportError:
+        return [Row("data loader", "skipped", note="torchdata is not installed")]
+    from titan_prores.data import microbatches
+    from titan_prores.measuring import median_interval
+
+    bench = setup.bench(COMPILED)
+    if not setup.speeds:
+        for _ in range(3):
+            bench.step()
+        setup.speeds += [bench.tokens_per_step / bench.step() for _ in range(5)]
+    eaten = max(setup.speeds)
+    trainer = bench.trainer
+    training = trainer.recipe.training
+    rows = []
+    for workers in (0, 1):
+        batches = microbatches(
+            trainer.windows, seed=training.seed, start_position=0, local_batch_size=training.local_batch_size,
+            data_rank=0, data_ranks=1, num_workers=workers,
+        )  # fmt: skip
+        next(batches)
+        per_round, speeds = 200, []
+        for _ in range(10):
+            start = time.perf_counter()
+            for _ in range(per_round):
+                next(batches)
+            speeds.append(per_round * training.local_batch_size * training.seq_len / (time.perf_counter() - start))
+        batches.close()
+        speed = median_interval(speeds).median
+        where = f"{workers} worker{'s' if workers != 1 else ''}"
+        rows.append(
+            Row(f"data loader / training, {where}", f"{speed / eaten:,.0f} x the tokens/s",
+                note=f"{speed:,.0f} tokens/s against {eaten:,.0f}, the fastest training in this run")
+        )  # fmt: skip
+    return rows
+
+
+def bare(setup: Setup) -> list[Row]:
+    """Forward and backward alone, in pure bf16."""
+    from titan_prores.measuring import Bench, compare
+
+    found = compare(
+        setup.bench, PURE_BF16, {"compiled": [*PURE_BF16, *COMPILED]}, setup.fewer(), Bench.forward_backward
+    )
+    setup.seconds["bare"] = dict(found.seconds)
+    recorded = setup.config == CONFIG and not setup.overrides
+    return [
+        Row(f"forward + backward, pure bf16, {how}", f"{found.tokens_per_second[name]:,.0f} tokens/s",
+            note=f"recorded earlier, not in this run: {RECORDED[how]}" if recorded else "")
+        for how, name in {"eager": "reference", "compiled": "compiled"}.items()
+    ]  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Setup], list[Row]]] = {
+    "prores-eager": prores_eager,
+    "prores-compiled": prores_compiled,
+    "compile": compiling,
+    "checkpoint-eager": checkpoint_eager,
+    "checkpoint-compiled": checkpoint_compiled,
+    "float8": float8,
+    "alpha": alpha,
+    "graphs": graphs,
+    "saved": saved,
+    "bare": bare,
+    "loader": loader,
+    "launch": launch,
+}
+
+
+# --- The command --------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parts = "\n".join(f"  {name:<20} {function.__doc__.splitlines()[0]}" for name, function in PARTS.items())
+    made = argparse.ArgumentParser(
+        description="Measure what a recipe costs, and what ProRes, compile, activation checkpointing and float8\n"
+        "change. A ratio is the median over pairs of steps taken by turns, with its 95 % interval; beside it\n"
+        "stands that of two equal runs (A/A). A goal is claimed only where A/A strays by less than it allows.",
+        epilog=f"parts:\n{parts}\n\nOther arguments, --section.key=value, are overrides of the recipe.",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    made.add_argument("--config", type=Path, default=CONFIG, help="recipe to measure (train_configs/benchmark.toml)")
+    made.add_argument("--size", help="model.flavor to measure instead of the recipe's, such as 71M")
+    made.add_argument("--pairs", type=int, default=60, help="steps of each variant that count, 12 or more (60)")
+    made.add_argument("--only", action="append", metavar="PART", help="a part to measure; may be given several times")
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (all)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write rows and every measured time there")
+    made.add_argument("--readme", action="store_true", help="write the table into README.md too")
+    return made
+
+
+def setup_of(options: argparse.Namespace, overrides: list[str], folder: Path) -> tuple[Setup, list[str]]:
+    """Check a command line; returns what the parts share and which parts to measure.
+
+    Raises:
+        ConfigError, ConfigErrors: every kind of fault in it, or in the recipe.
+    """
+    from titan_prores.measuring import load
+
+    if options.pairs < 12:
+        raise ConfigError("--pairs", "is too few for an interval", value=options.pairs, allowed="12 or more")
+    if options.threads < 1:
+        raise ConfigError("--threads", "is no number of threads", value=options.threads, allowed="1 or more")
+    wanted = options.only or list(PARTS)
+    for name in wanted:
+        if name not in PARTS:
+            raise ConfigError("--only", "is no part", value=name, allowed=list(PARTS), nearest=nearest(name, PARTS))
+    own = [f"--model.flavor={options.size}"] if options.size else []
+    own += [f"--job.device={options.device}"] if options.device != "auto" else []
+    setup = Setup(options.config.resolve(), [*own, *overrides], options.pairs, folder)
+    load(setup.config, setup.overrides)
+    return setup, [name for name in PARTS if name in wanted]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options, overrides = parser().parse_known_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
+        try:
+            setup, wanted = setup_of(options, overrides, Path(folder))
+        except (ConfigError, ConfigErrors) as error:
+            for each in getattr(error, "errors", [error]):
+                print(f"error: {each}", file=sys.stderr)
+            return 2
+        logging.disable(logging.INFO)  # dozens of runs each have the same to say
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and every profiler that it starts and stops
+        import torch
+
+        torch.set_num_threads(options.threads)
+        rows, failed = measure(setup, wanted)
+        about = surroundings(setup, options.threads)
+    header, cells = table(rows)
+    tables.show("Side by side, " + about["summary"], header, cells)
+    if options.json:
+        content = {"about": about, "rows": [asdict(row) for row in rows], "seconds": setup.seconds}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.readme:
+        written = f"Measured on {about['summary']}.\n\n{tables.markdown(header, cells)}"
+        tables.replace_between(README, MARK, written)
+    return 1 if failed else 0
+
+
+def measure(setup: Setup, wanted: Sequence[str]) -> tuple[list[Row], bool]:
+    """Rows of the parts asked for, and whether any failed; a part that fails does not keep the others from running."""
+    from titan_prores import mesh
+    from titan_prores.failures import summarise
+
+    rows, failed = [], False
+    for name in wanted:
+        print(f"{name}: {PARTS[name].__doc__.splitlines()[0]}", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        try:
+            rows += PARTS[name](setup)
+        except Exception as error:
+            failed = True
+            text = error.stderr[-300:] if isinstance(error, subprocess.CalledProcessError) else summarise(error, 0)
+            rows.append(Row(name, "failed", note=" ".join(text.split())))
+        gc.collect()
+        print(f"  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    with suppress(Exception):  # everything is measured by now
+        mesh.stop()
+    return rows, failed
+
+
+def surroundings(setup: Setup, threads: int) -> dict[str, str | int]:
+    """What was measured on what; says nothing that would tell one machine of a kind from another."""
+    import torch
+
+    from titan_prores.measuring import load
+    from titan_prores.mesh import World, choose_device
+
+    recipe = load(setup.config, setup.overrides)
+    device = choose_device(recipe.job.device, World(0, 0, 1))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{threads} CPU threads"
+    training = recipe.training
+    batch = f"{training.local_batch_size} x {training.seq_len} tokens a step"
+    name = setup.config.name + "".join(f" {override}" for override in setup.overrides)
+    return {
+        "summary": f"{where}, torch {torch.__version__}, {name}, {batch}, {setup.pairs} pairs",
+        "device": where, "threads": threads, "torch": torch.__version__, "recipe": name, "pairs": setup.pairs,
+        "cpu_count": os.cpu_count() or 0,
+    }  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells; the figures behind a result stand below what was measured."""
+    header = ["measured", "result [95 %]", "A/A [95 %]", "goal"]
+    cells = [
+        ["\n".join(filter(None, [row.measured, row.note])), row.result, row.same, f"{row.goal} {row.verdict}".strip()]
+        for row in rows
+    ]
+    return header, cells
+
+
+if __name__ == "__main__":
+    sys.exit(main())
