@@ -37,11 +37,12 @@ from tests.distributed.spawn import RanksFailed, run_ranks
 from titan_prores import mesh as mesh_module
 from titan_prores.check import report
 from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.tables import markdown, replace_between
 from titan_prores.trainer import Trainer
 
 RESULTS = Path(__file__).with_name("support_matrix.jsonl")
 README = REPOSITORY / "README.md"
-MARKS = ("<!-- support-matrix:begin -->", "<!-- support-matrix:end -->")
+MARK = "support-matrix"
 
 SHARD, REPLICATE, TP = (
     f"--parallelism.{name}_degree=2" for name in ("data_parallel_shard", "data_parallel_replicate", "tensor_parallel")
@@ -441,18 +442,16 @@ def render(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [
         f"**{len(CELLS)} cells: {', '.join(counts)}** ({'; '.join(versions)}; gloo on CPU). "
         "`pass` stands for all three norms: pre, post, sandwich.",
-        _table(["mesh", "AC", *heads], rows),
+        markdown(["mesh", "AC", *heads], rows),
         "\n".join(f"{number}. {reason}" for reason, number in notes.items()),
         "Largest errors found, and the tolerance there (of gradients relative to the norm of each):",
-        _table(["float8", "compile", "gradient error", "tolerance", "loss error", "tolerance"], list(_worst(results))),
+        markdown(
+            ["float8", "compile", "gradient error", "tolerance", "loss error", "tolerance"], list(_worst(results))
+        ),
         "Broken on purpose; each must be noticed:",
-        _table(["fault", "cell", "gradient error", "tolerance", "result"], list(_controls(results))),
+        markdown(["fault", "cell", "gradient error", "tolerance", "result"], list(_controls(results))),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _worst(results: Mapping[str, Mapping[str, Any]]) -> Iterable[list[str]]:
@@ -476,19 +475,6 @@ def _controls(results: Mapping[str, Mapping[str, Any]]) -> Iterable[list[str]]:
         if not error and "reason" in line:
             status += f": {line['reason']}"
         yield [cell.fault, cell.name.removesuffix(f"/{cell.fault}"), error, tolerance, status]
-
-
-def with_table(readme: str, table: str) -> str:
-    """The README with what stands between the marks replaced.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
-    before, begin, rest = readme.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not begin or not end:
-        raise ValueError(f"the README has no {MARKS[0]} ... {MARKS[1]}")
-    return f"{before}{begin}\n{table}{end}{after}"
 
 
 # --- Command line ----------------------------------------------------------------------------------------------------
@@ -532,7 +518,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_all(cells, options.folder.resolve(), RESULTS)
     results = read(RESULTS)
     write(results, RESULTS)  # sorted, also where an earlier run was stopped
-    README.write_text(with_table(README.read_text(), render(results)))
+    replace_between(README, MARK, render(results))
     bad = [name for name, line in results.items() if line["status"] in ("failed", "missed")]
     for name in bad:
         print(f"{results[name]['status']}: {name}: {results[name].get('reason', '')}", file=sys.stderr)
