@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -91,6 +96,12 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor names its mesh too
             yield from _parts(part)
+
+
+def looks_at_values(error: BaseException) -> bool:
+    """Whether a run on fake tensors ended because something asked for their values, which they do not have."""
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    return isinstance(error, kinds) or ".numpy() is not supported" in str(error)
 
 
 @dataclass(frozen=True)

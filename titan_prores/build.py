@@ -34,7 +34,7 @@ class Components:
     Tokenizer and dataset may be None where only the size of a run is asked for.
 
     Attributes:
-        parameter_device: where weights are kept; known once the model is transformed.
+        parameter_device: where weights are kept, if not on the mesh's device; known once the model is transformed.
     """
 
     tokenizer: Tokenizer
@@ -139,6 +139,7 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         dtype=DTYPES[recipe.training.dtype],
         param_dtype=DTYPES[recipe.training.mixed_precision_param or recipe.training.dtype],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
+        microbatch_tokens=recipe.training.local_batch_size * recipe.training.seq_len,
         handled=set(handled),
     )
     try:
@@ -148,7 +149,7 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         error.key = whole_keys.get(error.key, error.key)
         error.where = error.where or recipe.origins.get(error.key)
         raise
-    components.parameter_device = facts.parameter_device or mesh.device
+    components.parameter_device = facts.parameter_device
     for _, transform in in_order(components.transforms):
         components.loss = transform.wrap_loss(components.loss)
     return lines

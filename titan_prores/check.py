@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
+from titan_prores.activation_bytes import looks_at_values
 from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
 from titan_prores.errors import MissingError
 from titan_prores.failures import own_fault, summarise
+from titan_prores.log import quiet
 from titan_prores.mesh import Mesh
 from titan_prores.recipe import Recipe, data_parallel_size, global_batch_size, plan_mesh
 from titan_prores.run_folder import annotated_toml
+
+OFFLOADED = "in the memory of the CPU, not in the sum"
 
 
 def report(recipe: Recipe, world_size: int) -> str:
@@ -63,7 +67,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     lines += [
         f"bytes per rank   (rank 0; {about})",
         *(f"  {name:<12}{_bytes(size)}  {what}".rstrip() for name, size, what in held),
-        f"  {'together':<12}{_bytes(sum(size for _, size, _ in held))}",
+        f"  {'together':<12}{_bytes(sum(size for _, size, what in held if what != OFFLOADED))}",
         *(f"a run needs      {error}" for error in missing),
     ]
     return "\n".join(lines) + "\n"
@@ -77,10 +81,16 @@ def _held(
         state = state_bytes(components.model, components.optimizer)
     except Exception as error:  # an optimizer of somebody's that cannot take a step like this
         raise own_fault("optimizer", error) from error
-    held = [(name, getattr(state, name), "") for name in ("parameters", "gradients", "optimizer")]
+    where = "" if components.parameter_device is None else OFFLOADED
+    held = [(name, getattr(state, name), where) for name in ("parameters", "gradients", "optimizer")]
     try:
-        activations = activation_bytes(recipe, mesh)
+        with quiet("torch._subclasses.fake_tensor"):  # what it has to say is in the error
+            activations = activation_bytes(recipe, mesh)
     except Exception as error:  # a model of somebody's that looks at the values of its tensors
+        if mesh.degrees["tp"] > 1 and not looks_at_values(error):
+            fault = own_fault("parallelism.tensor_parallel_degree", error)
+            fault.problem = f"the model does not run as its tensor-parallel plan splits it: {fault.problem}"
+            raise fault from error
         reason = " ".join(summarise(error, 0).split())
         about = f"activations are not included, as the model does not run without values: {reason}"
     else:

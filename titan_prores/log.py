@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,3 +78,16 @@ def validation_text(row: Mapping[str, Any]) -> str:
             words.append(f"{name} {value:.{digits}f}" if isinstance(value, float) else f"{name} {value}")
     tokens = row.get("validation_tokens")
     return ", ".join(words) + (f" over {tokens:,} tokens" if tokens is not None else "")
+
+
+@contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Loggers of other packages say nothing below a critical error meanwhile."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

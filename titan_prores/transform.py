@@ -51,6 +51,7 @@ class Facts:
         dtype: dtype that weights and optimizer state are kept in.
         param_dtype: dtype of weights in forward and backward.
         reduce_dtype: dtype in which gradients are summed over ranks.
+        microbatch_tokens: tokens that a data-parallel rank takes through the model at once; None where nobody knows.
         parameter_device: where weights and optimizer state are kept; the mesh's device unless a transform says
             otherwise.
         applied: names of the transforms applied so far, in order.
@@ -63,6 +64,7 @@ class Facts:
     dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
+    microbatch_tokens: int | None = None
     parameter_device: torch.device | None = None
     applied: list[str] = field(default_factory=list)
     handled: set[str] = field(default_factory=set)

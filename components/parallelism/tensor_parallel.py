@@ -33,15 +33,26 @@ class TensorParallel(Parallelism):
     phase = Phase.TENSOR_PARALLEL
     axes = ("tp",)
 
+    @classmethod
+    def check_beside(cls, config: Config, others: Mapping[str, Section]) -> None:
+        if config.async_tp and "compile" not in others:
+            raise ConfigError("async_tp", "needs the transform compile, in whose code it works", value=True)
+
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self.degree = degrees["tp"]
         if self.degree == 1:
+            if self.config.async_tp:
+                problem = "needs parallelism.tensor_parallel_degree of more than 1"
+                raise ConfigError("parallelism.tensor_parallel.async_tp", problem, value=True)
             return
         key = "parallelism.tensor_parallel_degree"
         if not hasattr(model, "tensor_parallel_plan"):
             problem = f"the model {type(model).__name__} has no tensor_parallel_plan() that says how to split it"
             raise ConfigError(key, problem, value=self.degree, allowed="1")
         plan = model.tensor_parallel_plan()
+        if not isinstance(plan, TensorParallelPlan):
+            problem = f"{type(model).__name__}.tensor_parallel_plan() returns a {type(plan).__name__}"
+            raise ConfigError(key, problem, value=self.degree, allowed="a titan_prores.protocols.TensorParallelPlan")
         uneven = [f"{name} {size}" for name, size in plan.divisible.items() if size % self.degree]
         scarce = [f"{name} {size}" for name, size in plan.spread.items() if not _all_have_a_share(size, self.degree)]
         reasons = [f"does not divide {', '.join(uneven)}"] if uneven else []
@@ -97,7 +108,10 @@ class TensorParallel(Parallelism):
             if not modules:
                 raise RuntimeError(f"{pattern} of the tensor-parallel plan matches no module")
             _, placement = STYLES[word]
-            placed = [parameter for _, module in modules for parameter in module.parameters(recurse=False)]
+            # A bias of a row is not split; that it is placed at all is checked below.
+            placed = [
+                module.weight for _, module in modules if isinstance(getattr(module, "weight", None), nn.Parameter)
+            ]
             if placement is not None and not placed:
                 raise RuntimeError(f"no module that {pattern} of the tensor-parallel plan matches has a weight")
             if placement is not None and any(getattr(p, "placements", None) != (placement,) for p in placed):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -61,7 +61,15 @@ class ActivationCheckpoint(Transform):
         @field_validator("save")
         @classmethod
         def _known_ops(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(one_of(name, OPS) for name in value)
+            return tuple(dict.fromkeys(one_of(name, OPS) for name in value))
+
+        @model_validator(mode="after")
+        def _settings_of_this_mode(self) -> ActivationCheckpoint.Config:
+            owners = {"save": "selective", "every_k": "every_k", "memory_budget": "memory_budget"}
+            for key, mode in owners.items():
+                if self.mode != mode and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is a setting of mode = {mode}, and mode is {self.mode}")
+            return self
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from titan_prores.config import Section, one_of, setting
+from titan_prores.errors import ConfigError
 from titan_prores.log import logger
 from titan_prores.protocols import Loss
 from titan_prores.registry import register
@@ -19,6 +21,11 @@ from titan_prores.transform import Facts, Phase, Transform
 
 # Updates in which graphs are expected: some are compiled only for what the first left behind.
 WARMUP_UPDATES = 2
+# Backends that torch lists whatever is installed: CUDA graphs would let layers that share code overwrite each other's
+# outputs, the others are for packages that are not torch's.
+NOT_OURS = ("cudagraphs", "openxla", "tvm")
+# What makes torch.compile do nothing.
+SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 @register("transform", "compile")
@@ -37,7 +44,8 @@ class Compile(Transform):
         @field_validator("backend")
         @classmethod
         def _known_backend(cls, value: str) -> str:
-            return one_of(value, ["eager", "aot_eager", *torch.compiler.list_backends()])
+            known = ["inductor", "eager", "aot_eager", *torch.compiler.list_backends()]
+            return one_of(value, [name for name in dict.fromkeys(known) if name not in NOT_OURS])
 
         @model_validator(mode="after")
         def _mode_fits(self) -> Compile.Config:
@@ -56,6 +64,11 @@ class Compile(Transform):
         self.vocabulary_is_split = False
         self.start = self.seen = _Seen()
 
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
+        for name in SWITCHES:
+            if os.environ.get(name) == "1":
+                raise ConfigError("", f"the environment has {name}=1, with which torch.compile does nothing")
+
     def apply(self, model: nn.Module, facts: Facts) -> None:
         self.vocabulary_is_split = facts.mesh.degrees.get("tp", 1) > 1
         self.layers = list(model.layers)
@@ -68,7 +81,7 @@ class Compile(Transform):
     def verify(self, model: nn.Module, facts: Facts) -> None:
         left = sum(layer.forward == before for layer, before in zip(self.layers, self.before, strict=True))
         if left or not self.layers:
-            raise RuntimeError(f"torch.compile left {left or 'all'} layers as they were; is TORCH_COMPILE_DISABLE set?")
+            raise RuntimeError(f"torch.compile left {left or 'all'} layers as they were")
 
     def wrap_loss(self, loss: Loss) -> Loss:
         if not self.config.loss:
@@ -83,7 +96,7 @@ class Compile(Transform):
         return ", ".join([what, *settings])
 
     def activations_note(self) -> str:
-        return "compiled code keeps less"
+        return "compiled code keeps less" if self.config.backend == "inductor" else ""
 
     # --- What was compiled, and when ------------------------------------------------------------------------------
 
@@ -99,7 +112,8 @@ class Compile(Transform):
             reasons = "; ".join(self.seen.new_reasons()) or "torch gives no reason"
             logger.warning("compile: compiled again in step %d: %s", step, reasons)
         elif self.updates == WARMUP_UPDATES:
-            logger.info("compile: %d graphs after %d steps", self.start.new_graphs(), WARMUP_UPDATES)
+            say = logger.info if self.start.new_graphs() else logger.warning  # none: torch runs all of it uncompiled
+            say("compile: %d graphs after %d steps", self.start.new_graphs(), WARMUP_UPDATES)
         self.seen = _Seen()
 
     def after_evaluation(self) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -16,6 +14,7 @@ from torch import nn
 
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError
+from titan_prores.log import quiet
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Phase, Transform
 
@@ -132,13 +131,13 @@ class Float8(Transform):
         """
         config = self.config
         filters = ("output",) if config.filter_fqns is None else config.filter_fqns
-        unused = set(config.filter_fqns or ())
+        unused = set(config.filter_fqns or ())  # and not the default: a model may have no output projection of its own
         self.linears: list[_Linear] = []
         for name, module in model.named_modules():
-            matched = [pattern for pattern in filters if name and _has_part(name, pattern)]
-            unused -= set(matched)
             if not isinstance(module, nn.Linear):
                 continue
+            matched = [pattern for pattern in filters if _has_part(name, pattern)]
+            unused -= set(matched)
             sizes = (module.out_features, module.in_features)
             if matched:
                 kept = f"filter_fqns has {matched[0]}"
@@ -151,19 +150,22 @@ class Float8(Transform):
             self.linears.append(_Linear(name, *sizes, kept))
         if unused:
             names = ", ".join(dict.fromkeys(_starred(linear.name) for linear in self.linears))
-            raise ConfigError("filter_fqns", "matches no module", value=sorted(unused)[0], allowed=f"parts of {names}")
+            raise ConfigError("filter_fqns", "matches no linear", value=sorted(unused)[0], allowed=f"parts of {names}")
         if all(linear.kept for linear in self.linears):
             reasons = "; ".join(_table(self.linears)) or "the model has none"
             raise ConfigError("", f"no linear is left to convert ({reasons})")
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
-        with _quiet("torchao", "torch.utils._pytree"):  # about kernels for chips that this one is not
+        with quiet("torchao", "torch.utils._pytree"):  # about kernels for chips that this one is not
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         self.emulated = self._emulate(facts.mesh.device)
+        self.padded = bool((facts.microbatch_tokens or 0) % MULTIPLE)
         settings = replace(
             Float8LinearConfig.from_recipe_name(self.config.recipe_name),
             emulate=self.emulated,
+            # Gradients of weights are sums over tokens: with zeros where their number is not what the matmul takes.
+            pad_inner_dim=self.padded,
             enable_fsdp_float8_all_gather=self.config.enable_fsdp_float8_all_gather,
         )
         self.converted = {linear.name for linear in self.linears if not linear.kept}
@@ -208,6 +210,7 @@ class Float8(Transform):
         how = [config.recipe_name, f"{len(self.converted)} of {len(self.linears)} linears"]
         how += ["float8 all-gather"] * config.enable_fsdp_float8_all_gather
         how += ["precomputed scales"] * config.precompute_float8_dynamic_scale_for_fsdp
+        how += [f"tokens padded to a multiple of {MULTIPLE}"] * self.padded
         how.append("emulated: this device has no such matmul" if self.emulated else "by the device's own matmul")
         return "\n".join([", ".join(how), *_table(self.linears)])
 
@@ -226,19 +229,6 @@ class Float8(Transform):
 
             precompute_float8_dynamic_scale_for_fsdp(self.model)
         self.scales_are_current = True
-
-
-@contextmanager
-def _quiet(*loggers: str) -> Iterator[None]:
-    """Loggers say nothing below an error meanwhile."""
-    levels = {name: logging.getLogger(name).level for name in loggers}
-    for name in loggers:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -187,3 +187,23 @@ def test_memory_budget_under_tensor_parallelism(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(activation_checkpoint, "functorch_config", SimpleNamespace())
     with pytest.raises(ConfigError, match="tensor parallelism"):
         activation._compiler_settings(facts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "full", "save": ["matmul"]}, "save is a setting of mode = selective, and mode is full"),
+        ({"every_k": 3}, "every_k is a setting of mode = every_k, and mode is selective"),
+        ({"mode": "full", "memory_budget": 0.3}, "memory_budget is a setting of mode = memory_budget"),
+    ],
+)
+def test_settings_of_another_mode_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        activation_checkpoint.ActivationCheckpoint.Config(
+            **{k: tuple(v) if k == "save" else v for k, v in settings.items()}
+        )
+
+
+def test_what_is_saved_is_named_once() -> None:
+    config = activation_checkpoint.ActivationCheckpoint.Config(save=("matmul", "attention", "matmul"))
+    assert config.save == ("matmul", "attention")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from components.transform.compile import graphs
+from components.transform.compile import SWITCHES, graphs
 from tests.unit.transformed import N_LAYERS, SEQ_LEN, VOCABULARY, T, Transformed, assert_same_bits, transform
 from titan_prores import config
 from titan_prores.errors import ConfigError
@@ -161,6 +161,8 @@ def test_compiling_that_is_switched_off_in_torch_is_an_error(monkeypatch: pytest
     ("settings", "said"),
     [
         ({"backend": "inducto"}, "did you mean inductor?"),
+        ({"backend": "cudagraphs"}, "inductor, eager, aot_eager"),
+        ({"backend": "tvm"}, "inductor, eager, aot_eager"),
         ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
         (
             {"backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"},
@@ -233,3 +235,12 @@ def bytes_kept(run: Transformed) -> int:
         loss = run.forward()
     loss.backward()
     return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_environment_that_switches_it_off_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    transform("compile").check(None, {})
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"the environment has {name}=1"):
+        transform("compile").check(None, {})

@@ -60,9 +60,9 @@ def test_filters_match_whole_parts_of_names(pattern: str, names: set[str]) -> No
     assert kept(checked(filter_fqns=[pattern])) == dict.fromkeys(names, f"filter_fqns has {pattern}")
 
 
-@pytest.mark.parametrize("pattern", ["attention.w", "ayers.0", "wk.attention", "", "layers.2"])
+@pytest.mark.parametrize("pattern", ["attention.w", "ayers.0", "wk.attention", "", "layers.2", "norm"])
 def test_filter_that_matches_nothing_is_refused(pattern: str) -> None:
-    with pytest.raises(ConfigError, match=r"matches no module \(allowed: parts of layers") as caught:
+    with pytest.raises(ConfigError, match=r"matches no linear \(allowed: parts of layers") as caught:
         checked(filter_fqns=["wk", pattern])
     assert caught.value.key == "filter_fqns"
 
@@ -173,6 +173,14 @@ def test_check_refuses_what_would_not_run(overrides: list[str], said: str) -> No
 def test_float8_all_gather_needs_fsdp_on_the_device(other: str) -> None:
     with pytest.raises(ConfigErrors, match="enable_fsdp_float8_all_gather"):
         debug_recipe("--transforms.float8.enable_fsdp_float8_all_gather=true", other)
+
+
+@pytest.mark.parametrize(("local_batch_size", "padded"), [(1, True), (8, False)])
+def test_tokens_that_the_matmul_does_not_take_are_padded(local_batch_size: int, padded: bool) -> None:
+    """Gradients of weights are sums over 30 tokens, or over 240, which 16 divides."""
+    sizes = ["--training.seq_len=30", f"--training.local_batch_size={local_batch_size}"]
+    text = report(debug_recipe("--transforms.float8.enabled=true", *sizes), 1)
+    assert ("tokens padded to a multiple of 16" in text) == padded
 
 
 def test_emulation_asked_for_takes_any_shard() -> None:

@@ -102,6 +102,8 @@ def test_float8_tolerance_is_the_spread_of_its_own_step() -> None:
     assert judge(cell, a_run(w2=1.6e-2), reference)["reason"] == "gradient of w in step 2"
     assert judge(cell, a_run(w1=2e-5), reference)["reason"] == "gradient of w in step 1"  # alpha is 0: no float8 yet
     assert judge(cell, a_run(loss=1.6e-3), reference)["reason"] == "loss of step 3"
+    same_casts = Cell("fsdp2", "none", "eager", "tensorwise", "pre")
+    assert judge(same_casts, a_run(w3=2e-5), reference)["reason"] == "gradient of w in step 3"
 
 
 def test_a_launch_that_ends_early_fails_one_cell_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +143,18 @@ def test_a_cell_is_refused_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     table = matrix.render({EAGER.name: line})
     assert "| tp2 | none | pre: refused [1]; post, sandwich: not run |" in table
     assert "0 passed, 1 refused, 0 failed, 269 not run" in table and f"\n1. {line['reason']}" in table
+
+
+def test_a_line_that_was_not_finished_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    first, second = (matrix.result(cell, status="passed") for cell in CELLS[:2])
+    matrix.append(path, first)
+    with path.open("a") as file:
+        file.write('{"cell": "one/none/ea')  # stopped while it wrote
+    assert list(matrix.read(path)) == [first["cell"]]
+    matrix.append(path, second)
+    assert list(matrix.read(path)) == [first["cell"], second["cell"]]
+    assert path.read_text().count("\n") == 2
 
 
 def test_what_has_a_result_is_not_run_again(

@@ -1,6 +1,7 @@
 """Plans of tensor parallelism: what is refused before ranks meet, and that no weight or pattern is left over."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,14 @@ from components.model.llama import Llama, LlamaConfig
 from components.model.norm_schemes import NORM_SCHEMES
 from components.parallelism.fsdp import FullyShardedDataParallel
 from components.parallelism.tensor_parallel import TensorParallel
+from titan_prores import config, registry
 from titan_prores import mesh as mesh_module
+from titan_prores.check import report
 from titan_prores.errors import ConfigError
+from titan_prores.recipe import resolve
 from titan_prores.transform import Facts, apply_all
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def llama(vocab_size: int = 257, seq_len: int = 64, **settings) -> Llama:
@@ -71,9 +77,52 @@ def test_degrees_that_fit():
 
 def test_async_is_refused_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    parallel(llama(), 1, async_tp=True)
     with pytest.raises(ConfigError, match=r"^parallelism\.tensor_parallel\.async_tp = true: needs CUDA"):
         parallel(llama(), 2, async_tp=True)
+
+
+def test_async_is_refused_where_it_would_do_nothing():
+    with pytest.raises(ConfigError, match=r"async_tp = true: needs parallelism\.tensor_parallel_degree of more than 1"):
+        parallel(llama(), 1, async_tp=True)
+    with pytest.raises(ConfigError, match="async_tp = true: needs the transform compile"):
+        TensorParallel.check_beside(TensorParallel.Config(async_tp=True), {})
+    TensorParallel.check_beside(TensorParallel.Config(async_tp=True), {"compile": None})
+
+
+def test_bias_of_a_row_is_not_split():
+    model = llama()
+    with torch.device("meta"):
+        model.layers[0].attention.wo = nn.Linear(64, 64)
+    apply(model)
+    assert model.layers[0].attention.wo.weight.placements == (Shard(1),)
+    assert model.layers[0].attention.wo.bias.placements == (Replicate(),)
+
+
+def test_a_plan_of_another_type_is_refused(monkeypatch):
+    model = llama()
+    monkeypatch.setattr(model, "tensor_parallel_plan", lambda: {"modules": {}})
+    with pytest.raises(ConfigError, match=r"tensor_parallel_plan\(\) returns a dict .*TensorParallelPlan"):
+        parallel(model, 2)
+
+
+def test_a_plan_that_does_not_add_up_is_refused_by_check(monkeypatch, capfd):
+    """Columns outside of a gathered module: every weight is placed, and the sizes do not meet."""
+    plan = Llama.tensor_parallel_plan
+
+    def without_gather(self):
+        whole = plan(self)
+        return dataclasses.replace(
+            whole, modules={k: v for k, v in whole.modules.items() if k != "layers.*.feed_forward"}
+        )
+
+    monkeypatch.setattr(Llama, "tensor_parallel_plan", without_gather)
+    tree = config.load(
+        REPOSITORY / "train_configs/debug.toml", ["--parallelism.tensor_parallel_degree=2"],
+        registry.builtin_folder() / "defaults.toml",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="does not run as its tensor-parallel plan splits it"):
+        report(resolve(tree, 2), 2)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_model_without_a_plan():
