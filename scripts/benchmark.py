@@ -426,6 +426,8 @@ def setup_of(options: argparse.Namespace, overrides: list[str], folder: Path) ->
     for name in wanted:
         if name not in PARTS:
             raise ConfigError("--only", "is no part", value=name, allowed=list(PARTS), nearest=nearest(name, PARTS))
+    if options.json and not options.json.resolve().parent.is_dir():
+        raise ConfigError("--json", "is in a folder that is not there", value=str(options.json))
     own = [f"--model.flavor={options.size}"] if options.size else []
     own += [f"--job.device={options.device}"] if options.device != "auto" else []
     setup = Setup(options.config.resolve(), [*own, *overrides], options.pairs, folder)

@@ -477,6 +477,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         names = " ".join(name.replace("_", "-") for name in missing)
         return refuse(f"these packages are missing: {names} (pip install {names})")
+    if options.json and not options.json.resolve().parent.is_dir():
+        return refuse(f"--json {options.json}: there is no such folder")
     import torch
 
     if options.part:

@@ -22,6 +22,7 @@ from titan_prores.measuring import Interval
         (["--training.stepz=1"], "training.stepz"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--jsn", "x"], "--jsn"),
+        (["--json", "nowhere/x.json"], "--json = 'nowhere/x.json': is in a folder that is not there"),
     ],
 )
 def test_faults_are_one_line_and_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

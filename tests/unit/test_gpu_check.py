@@ -29,6 +29,11 @@ def test_missing_packages_are_named(capsys: pytest.CaptureFixture, monkeypatch: 
     )
 
 
+def test_a_place_that_is_not_there_is_refused_first(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--device", "cpu", "--json", "nowhere/x.json"]) == 2
+    assert capsys.readouterr().err == "error: --json nowhere/x.json: there is no such folder\n"
+
+
 def gradients(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"": torch.tensor(2.0), "a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2), **changed}
 
