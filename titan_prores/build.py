@@ -212,6 +212,8 @@ def prepare_data(
             components.dataset, components.tokenizer, source.config, source_name=source.name,
             tokenizer_name=tokenizer.name, say=logger.info, first=mesh.is_main,
         )  # fmt: skip
+        if source.config.verify == "always":
+            _verify_together(cache, mesh)
     except ConfigError as error:
         raise error.under("dataset") from error
     windows = TokenWindows(cache.train, recipe.training.seq_len)
@@ -224,6 +226,17 @@ def prepare_data(
     if meta.get("data", cache.fingerprint) != cache.fingerprint:
         raise ConfigError("dataset", "the text is not what it was when the checkpoint was written")
     return cache, windows
+
+
+def _verify_together(cache: TokenCache, mesh: Mesh) -> None:
+    """Each rank reads its share of the shards; what one of them finds, all of them raise."""
+    problem = None
+    try:
+        cache.verify(mesh.rank, mesh.size)
+    except ConfigError as error:
+        problem = error.problem
+    if problems := [found for found in mesh.gather(problem) if found]:
+        raise ConfigError("cache_folder", problems[0])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -35,7 +36,9 @@ Train a language model from a TOML recipe.
   --help SECTION             the keys of an engine section, such as training
   --help KIND.NAME           the keys of a component, such as lr_scheduler.wsd
 
-Exit status: 0 the run went well, 2 the recipe or command line is wrong, 130 interrupted, 1 anything else.
+Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
+everything saved (the same command goes on), 130 stopped before the first step, 1 anything else. Under torchrun see
+status.json in the run folder: torchrun itself ends with 1 whatever failed.
 """
 
 MOST_RANKS = 100_000
@@ -165,26 +168,34 @@ def train(recipe: Recipe) -> int:
     """Train, and see to it that a failure on any rank ends all of them with one readable summary."""
     from titan_prores.log import setup
     from titan_prores.mesh import World
+    from titan_prores.stopping import EXIT_STATUS, StopRequest
     from titan_prores.trainer import Trainer
 
     world = World.from_environment()
     setup(None, world.rank, world.size)
-    trainer = Trainer(recipe, world)
+    trainer = Trainer(recipe, world, StopRequest().listen())
     try:
         trainer.build()
         end = trainer.train()
         trainer.close()
     except BaseException as error:
-        _leave(_status_of(error, trainer, world.rank))
+        status = _status_of(error, trainer, world.rank)
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            if trainer.run is not None and status == 1:
+                trainer.run.write_status("failed", trainer.step, error=str(error).splitlines()[0] if str(error) else "")
+        _leave(status)
     if world.rank == 0:
         print(_farewell(end), end="")
-    return 0
+    return EXIT_STATUS if end["stopped"] else 0
 
 
 def _farewell(end: dict) -> str:
     from titan_prores.log import validation_text
 
-    lines = [f"finished     step {end['step']}"]
+    what = f"stopped      {end['stopped']}, everything saved: the same command goes on after" if end["stopped"] else (
+        "finished    "
+    )  # fmt: skip
+    lines = [f"{what} step {end['step']}"]
     if end["validation"]:
         lines.append(f"validation   {validation_text(end['validation'])}")
     if end["tokens_per_second"]:
@@ -195,13 +206,16 @@ def _farewell(end: dict) -> str:
 
 def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
     """Say what happened, once, and choose the exit status."""
+    from titan_prores.stopping import Stopped
+
     if isinstance(error, (ConfigError, ConfigErrors)):
         # Most are found by all ranks alike, some by the one that met them: the first to say so speaks for all.
         first = trainer.failures.report(rank, trainer.stage, str(error)).rank if trainer.failures else 0
         return refuse(getattr(error, "errors", [error]), say=rank == first)
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, (KeyboardInterrupt, Stopped)):
         if rank == 0:
-            logging.getLogger("titan_prores").warning("interrupted after step %d", trainer.step)
+            what = str(error) or "Ctrl-C"
+            logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", what, trainer.stage)
         return 130
     from titan_prores.failures import report_failure
 

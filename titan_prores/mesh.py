@@ -113,13 +113,17 @@ class Mesh:
             raise failure or box[1]
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, by rank, on all ranks."""
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Every rank's picklable value, by rank, on all ranks; over `group`, of all ranks too, from another thread."""
         values: list[Any] = [None] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=group)
             return values
         return [value]
+
+    def new_group(self) -> dist.ProcessGroup:
+        """A group of all ranks for collectives on the CPU from a thread of one's own. Collective."""
+        return dist.new_group(backend="gloo")
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from titan_prores.config import Section, setting
 
@@ -36,6 +35,9 @@ class DatasetSection(Section):
     shard_tokens: int = setting(
         100_000_000, "a token shard is closed once it holds this many", unit="tokens", on_resume="free", gt=0
     )
+    verify: Literal["always", "sizes"] = setting(
+        "always", "before training: read every token shard and compare its hash, or compare sizes", on_resume="free"
+    )
     num_workers: int = setting(
         0, "processes that read samples ahead; the order does not depend on it", on_resume="free", ge=0
     )
@@ -46,6 +48,9 @@ class CheckpointSection(Section):
 
     enabled: bool = setting(True, "false = neither save nor resume")
     interval: int = setting(500, "save every so many steps, and after the last", unit="optimizer steps", gt=0)
+    interval_minutes: float | None = setting(
+        None, "save too whenever so long has passed since the last save; default never", unit="minutes", gt=0
+    )
 
 
 class ValidatorSection(Section):
@@ -198,8 +203,24 @@ class Checkpointer(Protocol):
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fill model and optimizer in place."""
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> Path:
-        """Publish a checkpoint whole; meta is JSON-ready. Returns its folder."""
+    def initialize(self, model: nn.Module) -> None:
+        """At a fresh start, with the weights drawn: take others where the recipe says so. Raises ConfigError."""
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
+        """Publish a checkpoint whole, at once or while training goes on, and note it in the run folder.
+
+        `meta` is JSON-ready; the step, whether the numbers are `finite` and the newest `validation_loss` are in it.
+        """
+
+    def before_update(self) -> None:
+        """Called before every optimizer step, which changes weights: wait for what still reads them.
+
+        Raises:
+            RuntimeError: a save that went on beside training has failed.
+        """
+
+    def finish(self) -> None:
+        """Wait for a save that goes on beside training. Raises RuntimeError where it failed."""
 
 
 class Validator(Protocol):

@@ -97,6 +97,19 @@ class RunFolder:
             return None
         return path if path.exists() else None
 
+    def write_status(self, state: str, step: int, **facts: Any) -> None:
+        """Write status.json, for schedulers: torchrun turns every failure of a rank into its own exit status 1.
+
+        Args:
+            state: running, finished, stopped (by a signal, everything saved) or failed.
+            step: completed updates.
+            facts: anything else to say, JSON-ready.
+        """
+        if self.is_main and self.path.is_dir():
+            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            status = {"state": state, "step": step, **facts, "time": now}
+            _write_atomically(self.path / "status.json", (json.dumps(status, indent=1) + "\n").encode())
+
     def write_recipe(self, recipe: Recipe) -> None:
         """Write the resolved recipe, every default filled in, each value with where it came from.
 

@@ -22,16 +22,15 @@ from titan_prores.grad_norm import total_norm
 from titan_prores.init import allocate, init_weights, name_seed, unfilled_buffers
 from titan_prores.log import logger, setup
 from titan_prores.mesh import World
+from titan_prores.nonfinite import NonFinitePolicy
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
 from titan_prores.records import Records, add, perplexity
 from titan_prores.run_folder import RunFolder
+from titan_prores.saving import Saver
+from titan_prores.stopping import Agreement, StopRequest
 from titan_prores.transform import computing
 from titan_prores.watchdog import Watchdog
-
-
-class NonFiniteError(RuntimeError):
-    """Loss or gradient norm was not finite, and the recipe says to stop."""
 
 
 class Trainer:
@@ -43,13 +42,19 @@ class Trainer:
         stage: what it is doing, for the account of a failure.
         failures: where a rank that fails says so; None until there is a process group.
         log_file: train.log, on rank 0 once there is a run folder.
+        stopped: the signal that ended the run before its end.
+        stop_request: whether a signal asked this process to end; only looked at, nothing is handled here.
     """
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    def __init__(self, recipe: Recipe, world: World, stop_request: StopRequest | None = None) -> None:
         self.recipe, self.world = recipe, world
-        self.step = self.samples = self.skipped_in_a_row = 0
+        self.stop_request = stop_request or StopRequest()
+        self.step = self.samples = 0
+        self.nonfinite = NonFinitePolicy(recipe.training)
         self.stage = "building the run"
         self.failures: FailureBoard | None = None
+        self.run: RunFolder | None = None
+        self.stopped: str | None = None
         self.log_file: Path | None = None
         self.last_validation: dict[str, float] = {}
         self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
@@ -71,6 +76,7 @@ class Trainer:
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
         self.records = Records(self.parts.metrics, is_main=self.mesh.is_main)
         self.failures = FailureBoard(self.mesh.store)
+        self.agreement = Agreement(self.mesh.store, world.rank, world.size)
         self.watchdog = Watchdog(
             self.mesh.store, world.rank, world.size, recipe.comm.init_timeout_seconds, self.mesh.groups()
         ).start()
@@ -82,8 +88,9 @@ class Trainer:
         self.log_file = self.run.log_file if self.mesh.is_main else None
         setup(self.log_file, world.rank, world.size)
         checkpoint = recipe.slots["checkpoint"]
-        self.checkpointer = checkpoint.build(run=self.run, mesh=self.mesh) if checkpoint.config.enabled else None
-        resume_step, meta = choose_checkpoint(self.checkpointer, recipe, self.batch_size, self.run, self.mesh)
+        checkpointer = checkpoint.build(run=self.run, mesh=self.mesh) if checkpoint.config.enabled else None
+        self.saver = Saver(checkpointer, checkpoint.config, self.agreement)
+        resume_step, meta = choose_checkpoint(checkpointer, recipe, self.batch_size, self.run, self.mesh)
         self._begin("preparing data", patient=True)  # tokenising takes its time
         self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, meta)
 
@@ -96,9 +103,11 @@ class Trainer:
             group["peak_lr"] = group["lr"]
         if resume_step is not None:
             self._begin("loading the checkpoint")
-            self.checkpointer.load(resume_step, self.model, self.optimizer)
+            checkpointer.load(resume_step, self.model, self.optimizer)
             self.step, self.samples = resume_step, meta["samples"]
-            self.skipped_in_a_row = meta["skipped_in_a_row"]
+            self.nonfinite.skipped_in_a_row = meta["skipped_in_a_row"]
+        elif checkpointer is not None:
+            checkpointer.initialize(self.model)
 
     def _begin(self, stage: str, *, patient: bool = False) -> None:
         """Note what comes next, for the watchdog and for the account of a failure."""
@@ -129,7 +138,6 @@ class Trainer:
         if self.step >= end:
             logger.info("nothing left to train: step %d of %d is done", self.step, end)
         validation = recipe.slots["validation"].config
-        checkpoint = recipe.slots["checkpoint"].config
         if training.gc_freq:
             gc.disable()
         first_step = self.step + 1
@@ -147,16 +155,18 @@ class Trainer:
                 profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step)
             )
             self.clock = throughput.Throughput()
-            while self.step < end:
+            self.stop_request.can_wait = True
+            while self.step < end and not self.stopped:
                 self._begin(f"step {self.step + 1}")
                 self.train_step()
-                last = self.step == end
+                self.stopped = self.agreement.after_step(self.step, "stop", self.stop_request.name)
+                last = self.step == end or self.stopped is not None
                 with self.clock.paused():
                     profile.step()
-                    if validation.enabled and (last or self.step % validation.freq == 0):
+                    if validation.enabled and not self.stopped and (last or self.step % validation.freq == 0):
                         self._begin(f"validation after step {self.step}")
                         self.validate()
-                    if checkpoint.enabled and (last or self.step % checkpoint.interval == 0):
+                    if self.saver.due(self.step, last=last):
                         self._begin(f"saving the checkpoint of step {self.step}")
                         self.save()
                     if self.step == first_step:
@@ -164,10 +174,12 @@ class Trainer:
                         self.watchdog.set_timeout(recipe.comm.train_timeout_seconds)
                 if training.gc_freq and self.step % training.gc_freq == 0:
                     gc.collect()
+            self._begin("waiting for the last checkpoint")
+            self.saver.finish()
         speed = statistics.median(self.speeds) if self.speeds else None
         return {
             "step": self.step, "run_folder": str(self.run.path), "tokens_per_second": speed,
-            "validation": self.last_validation,
+            "validation": self.last_validation, "stopped": self.stopped,
         }  # fmt: skip
 
     def train_step(self) -> None:
@@ -199,6 +211,7 @@ class Trainer:
         numbers = torch.stack([loss_sum, grad_norm.to(loss_sum.device)])
         loss_value, norm_value = numbers.tolist()  # the one wait for the device
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        self.saver.before_update()
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -207,7 +220,7 @@ class Trainer:
         for transform in self.transforms:
             transform.after_step(self.step)
         self._log_step(loss_value, norm_value, probed, skipped=not finite)
-        self._judge(finite, loss_value, norm_value)
+        self.nonfinite.judge(self.step, finite=finite, loss=loss_value, grad_norm=norm_value)
 
     def _clip_gradients(self) -> torch.Tensor:
         """Scale gradients to max_norm; returns their L2 norm before that, over all ranks, fp32 scalar."""
@@ -217,20 +230,6 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_norm, norm)
         return norm
 
-    def _judge(self, finite: bool, loss: float, grad_norm: float) -> None:
-        """Both numbers are the same on all ranks, so all ranks decide alike."""
-        if finite:
-            self.skipped_in_a_row = 0
-            return
-        training = self.recipe.training
-        what = f"step {self.step}: loss {loss}, grad norm {grad_norm}"
-        self.skipped_in_a_row += 1
-        if training.on_nonfinite == "stop":
-            raise NonFiniteError(f"{what}; the weights are as before it (training.on_nonfinite = skip passes over it)")
-        if self.skipped_in_a_row > training.max_nonfinite_skips:
-            raise NonFiniteError(f"{what}, after {training.max_nonfinite_skips} batches passed over in a row")
-        logger.warning("%s: batch passed over, %d in a row", what, self.skipped_in_a_row)
-
     def _open_records(self, info: dict[str, Any]) -> None:
         """Rank 0: write what the run is, and take rows of steps that will be trained again out of metrics.jsonl."""
         moved = self.run.set_aside_metrics(self.step)
@@ -238,6 +237,7 @@ class Trainer:
             logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, self.step)
         self.run.write_recipe(self.recipe)
         self.run.write_env(self.mesh.degrees)
+        self.run.write_status("running", self.step)
         parameters = sum(p.numel() for p in self.model.parameters())
         logger.info(
             "%s: %.2fM parameters, %d ranks on %s, %d tokens a step", self.recipe.slots["model"].name, parameters / 1e6,
@@ -282,16 +282,17 @@ class Trainer:
 
     def save(self) -> None:
         """Write a full checkpoint."""
+        skipped = self.nonfinite.skipped_in_a_row
         meta = {
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
-            "skipped_in_a_row": self.skipped_in_a_row, "data": self.data.fingerprint, "mesh": self.mesh.degrees,
+            "data": self.data.fingerprint, "mesh": self.mesh.degrees, "skipped_in_a_row": skipped,
+            "finite": not skipped, "validation_loss": self.last_validation.get("validation_loss"),
             "recipe": self.recipe.to_dict(),
         }  # fmt: skip
-        path = self.checkpointer.save(self.step, self.model, self.optimizer, meta)
-        self.run.note_checkpoint(path)
-        logger.info("checkpoint of step %d in %s", self.step, path)
+        self.saver.save(self.step, self.model, self.optimizer, meta)
 
     def close(self) -> None:
         """End a run that went well: let the folder go and leave the process group together."""
+        self.run.write_status("stopped" if self.stopped else "finished", self.step, signal=self.stopped)
         self.run.close()
         mesh_module.stop()

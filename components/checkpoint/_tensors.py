@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,21 +23,45 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from components.checkpoint._folder import FileRecord, record
+from components.checkpoint._reader import TensorReader
+
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write tensors alone; the optimizer's group settings come from the recipe. Collective.
-
-    Raises:
-        RuntimeError: with the error of the first rank that had one, in one line.
-    """
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors alone, sharing the run's storage; the optimizer's group settings come from the recipe. Collective."""
     flat = {}
     if optimizer.state:  # asked for a state it has not, torch would make one by a step, which is no step of the run
         flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     tensors = {key: value for key, value in flat.items() if not key.startswith("param_groups.")}
+    return {"model": _weights(model), "optimizer": tensors}
+
+
+def stager() -> DefaultStager:
+    """Copies a state to the CPU's memory from a thread of its own, into the same memory each time."""
+    on_cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_async_staging=True, use_pinned_memory=on_cuda, use_shared_memory=False, use_non_blocking_copy=on_cuda
+        )
+    )
+
+
+def save(folder: Path, tensors: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup | None = None) -> None:
+    """Write what `state` gave and get it onto the disk. Collective over `group`.
+
+    Raises:
+        RuntimeError: with the error of the first rank that had one, in one line.
+    """
     with _in_one_line():
-        dcp.save({"model": _weights(model), "optimizer": tensors}, checkpoint_id=folder)
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), process_group=group)
+
+
+def records(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """What this rank wrote, read back: name -> size and hash. Rank 0 has DCP's own metadata as well."""
+    mine = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+    return {path.name: record(path) for path in [*mine, *([folder / ".metadata"] if rank == 0 else [])]}
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,16 +74,47 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     groups = {key: value for key, value in flat.items() if key.startswith("param_groups.")}
     tensors = {key: value for key, value in flat.items() if key not in groups}
     with _in_one_line():
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        reader = TensorReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
         state = {
             "model": _weights(model),
             "optimizer": {key: value for key, value in tensors.items() if f"optimizer.{key}" in saved},
         }
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=reader)
     for key in tensors.keys() - state["optimizer"].keys():
         tensors[key].zero_()  # of a parameter that had no gradient yet
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, tensors | groups, options=_OPTIONS)
+
+
+def load_weights(folder: Path, model: nn.Module, may_lack: Sequence[str]) -> None:
+    """Fill a model's weights from a checkpoint of any layout. Collective.
+
+    Args:
+        folder: of the checkpoint.
+        model: with its weights drawn.
+        may_lack: shell-style patterns of names that the checkpoint need not have.
+
+    Raises:
+        RuntimeError: the checkpoint lacks other weights, has more, or has them in other shapes.
+    """
+    reader, weights = TensorReader(folder), _weights(model)
+    saved = {
+        key.removeprefix("model."): entry
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith("model.")
+    }
+    lacking = [n for n in weights if n not in saved and not any(fnmatchcase(n, pattern) for pattern in may_lack)]
+    unused = [pattern for pattern in may_lack if not any(fnmatchcase(name, pattern) for name in weights)]
+    other = [n for n in weights.keys() & saved.keys() if weights[n].shape != saved[n].size]
+    for what, names in (
+        ("it lacks", lacking), ("the model has no", sorted(saved.keys() - weights.keys())),
+        ("other shapes of", sorted(other)), ("init_from_missing matches no weight:", unused),
+    ):  # fmt: skip
+        if names:
+            raise RuntimeError(f"{what} {', '.join(names[:3])}")
+    with _in_one_line():
+        dcp.load({"model": {name: weights[name] for name in saved}}, storage_reader=reader)
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:

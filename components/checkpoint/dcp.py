@@ -1,17 +1,16 @@
-"""Full checkpoints through torch.distributed.checkpoint, published whole by one rename."""
+"""Full checkpoints through torch.distributed.checkpoint: verified, published whole by one rename, written meanwhile."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
+from components.checkpoint._folder import CheckpointFolder
 from titan_prores.config import one_of, setting
 from titan_prores.errors import ConfigError
 from titan_prores.log import logger
@@ -25,16 +24,14 @@ if TYPE_CHECKING:
     from titan_prores.mesh import Mesh
     from titan_prores.run_folder import RunFolder
 
-_ALWAYS_THERE = ("meta.json", ".metadata")
-_STEP = re.compile(r"step-(\d{8,})")
-
 
 @register("checkpoint", "dcp")
 class DistributedCheckpoint:
-    """Model and optimizer by torch.distributed.checkpoint, loadable on any number of ranks; published by one rename.
+    """Model and optimizer by torch.distributed.checkpoint, loadable on any number of ranks; whole or not there.
 
-    A checkpoint is a folder `step-<k>`: files of DCP, which hold tensors alone, and `meta.json` with everything else.
-    It is written under another name and renamed when it is complete, so a folder of that name is always whole.
+    A checkpoint is a folder `step-<k>`: files of DCP, which hold tensors alone, `meta.json` with everything else, and a
+    manifest with size and hash of each file. It is renamed to that name once every rank's bytes are on disk and read
+    back.
     """
 
     class Config(CheckpointSection):
@@ -44,7 +41,22 @@ class DistributedCheckpoint:
             'at start: "auto" = newest checkpoint or a fresh start, "must" = newest or fail, "never" = fresh start or '
             "fail, or the step to resume at",
         )
+        verify: Literal["always", "sizes", "never"] = setting(
+            "always", "before resuming: read every file and compare its hash, compare sizes, or trust what is there"
+        )
+        async_mode: Literal["disabled", "thread"] = setting(
+            "disabled", "thread = training goes on while a copy in the CPU's memory is written"
+        )
+        init_from: str | None = setting(
+            None,
+            "a checkpoint's folder, step-<k>, whose weights alone a fresh start takes; everything else starts anew",
+        )
+        init_from_missing: tuple[str, ...] = setting(
+            (), "shell-style patterns of weights that init_from may lack, which are drawn as ever"
+        )
         keep_latest_k: int = setting(10, "delete older checkpoints than the last so many; 0 = keep all", ge=0)
+        keep_every: int = setting(0, "but keep those of multiples of so many steps; 0 = no such", ge=0)
+        keep_best_k: int = setting(0, "and the so many with the lowest validation loss when they were saved", ge=0)
 
         @field_validator("resume")
         @classmethod
@@ -56,123 +68,182 @@ class DistributedCheckpoint:
             return one_of(value, ("auto", "must", "never"))
 
     def __init__(self, config: Config, *, run: RunFolder, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
-        self.folder = run.path / config.folder
+        self.config, self.mesh, self.run = config, mesh, run
+        self.folder = CheckpointFolder(run.path / config.folder)
+        self._stager: Any = None
+        self._staged: Future | None = None  # the copy that the writer is waiting for
+        self._written: Future | None = None  # a save that goes on while training does
+        if config.async_mode == "thread":
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._group = mesh.new_group()  # collectives of two threads must not meet in one group
 
-    def steps(self) -> list[int]:
-        """Steps that there are whole checkpoints of, ascending."""
-        if not self.folder.is_dir():
-            return []
-        named = [_STEP.fullmatch(entry.name) for entry in self.folder.iterdir()]
-        found = [int(match.group(1)) for match in named if match]
-        whole = [step for step in found if all((self._path(step) / name).is_file() for name in _ALWAYS_THERE)]
-        return sorted(set(whole))
+    # --- Where to start -------------------------------------------------------------------------------------------
 
     def choose(self) -> tuple[int | None, str]:
-        return self.mesh.on_main(self._choose)
+        candidates, reason = self.mesh.on_main(self._candidates)
+        damaged = []
+        for step in candidates:
+            problems = self._problems(step)
+            if not problems:
+                return step, reason.format(step=step) + (f"; damaged: {', '.join(damaged)}" if damaged else "")
+            logger.warning("checkpoint of step %d is damaged: %s", step, "; ".join(problems[:3]))
+            damaged.append(f"step {step}")
+        if not candidates:
+            return None, reason
+        raise ConfigError(
+            "resume", f"no checkpoint is whole ({', '.join(damaged)} in {self.folder.path}); the log names the files",
+            value=self.config.resume, allowed="another step, or checkpoint.verify = never to read them all the same",
+        )  # fmt: skip
 
-    def _choose(self) -> tuple[int | None, str]:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError("folder", f"{self.folder} is no folder", value=self.config.folder)
-        resume, steps = self.config.resume, self.steps()
-        present = f"{self.folder} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}"
+    def _candidates(self) -> tuple[list[int], str]:
+        """Steps to try, in this order, with the reason for the one that is whole; none for a start at 0.
+
+        Raises:
+            ConfigError: what the recipe asks for is not there, or there is something in its way.
+        """
+        path = self.folder.path
+        if path.exists() and not path.is_dir():
+            raise ConfigError("folder", f"{path} is no folder", value=self.config.folder)
+        resume, steps = self.config.resume, self.folder.steps()
+        present = f"{path} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}"
         if isinstance(resume, int):
             if resume not in steps:
                 raise ConfigError("resume", f"there is no checkpoint of this step: {present}", value=resume)
-            return resume, f"resuming at step {resume}, as checkpoint.resume says"
+            return [resume], "resuming at step {step}, as checkpoint.resume says"
         if resume == "never":
             if steps:
                 raise ConfigError(
                     "resume", f"would start again at step 0 over existing checkpoints: {present}", value=resume,
                     allowed='"auto" to go on, or another job.dump_folder to start afresh',
                 )  # fmt: skip
-            return None, "starting at step 0, as checkpoint.resume = never says"
+            return [], "starting at step 0, as checkpoint.resume = never says"
         if steps:
-            return steps[-1], f"resuming at step {steps[-1]}, the newest of {len(steps)} in {self.folder}"
+            return steps[::-1], f"resuming at step {{step}}, the newest of {len(steps)} in {path}"
         if resume == "must":
             raise ConfigError("resume", f"there is nothing to resume: {present}", value=resume)
-        return None, f"starting at step 0: {present}"
+        return [], f"starting at step 0: {present}"
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+    def _problems(self, step: int) -> list[str]:
+        """What is wrong with a checkpoint, found by all ranks together; the same on all of them."""
+        if self.config.verify == "never":
+            return []
+        mine = self.folder.problems(
+            step, hashes=self.config.verify == "always", part=self.mesh.rank, parts=self.mesh.size
+        )
+        return [problem for found in self.mesh.gather(mine) for problem in found]
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        return self.mesh.on_main(lambda: self._read_meta(self._path(step) / "meta.json", step))
+        return self.mesh.on_main(lambda: self._read_meta(step))
 
-    def _read_meta(self, path: Path, step: int) -> dict[str, Any]:
-        advice = f"move {path.parent} away to resume at another"
+    def _read_meta(self, step: int) -> dict[str, Any]:
         try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
-            found = meta["step"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError("resume", f"{path} is not what a save writes: {error}; {advice}", value=step) from error
-        if found != step:
-            raise ConfigError("resume", f"{path.parent} holds step {found}; {advice}", value=step)
-        return meta
+            return self.folder.meta(step)
+        except ValueError as error:
+            advice = f"move {self.folder.at(step)} away to resume at another"
+            raise ConfigError("resume", f"{error}; {advice}", value=step) from error
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from components.checkpoint import _tensors
 
         try:
-            _tensors.load(self._path(step), model, optimizer)
+            _tensors.load(self.folder.at(step), model, optimizer)
         except RuntimeError as error:
             raise RuntimeError(f"checkpoint of step {step} cannot be read: {error}") from error
-        self.mesh.on_main(lambda: self._set_aside([other for other in self.steps() if other > step]))
+        self.mesh.on_main(lambda: self._set_aside([other for other in self.folder.steps() if other > step]))
 
     def _set_aside(self, steps: list[int]) -> None:
         """Move checkpoints out of the way: the run takes another course than the one they are of."""
-        if not steps:
-            return
-        aside = next(p for n in range(1, 10**6) if not (p := self.folder / f"set-aside-{n}").exists())
-        aside.mkdir()
-        for step in steps:
-            self._path(step).rename(aside / self._path(step).name)
-        logger.info("checkpoints of steps %s moved to %s", ", ".join(map(str, steps)), aside)
+        if aside := self.folder.set_aside(steps):
+            logger.info("checkpoints of steps %s moved to %s", ", ".join(map(str, steps)), aside)
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> Path:
-        unfinished = self.folder / f".unfinished-step-{step:08d}"
-        self.mesh.on_main(lambda: self._prepare(unfinished, step))
+    def initialize(self, model: nn.Module) -> None:
+        if self.config.init_from is None:
+            return
+        from components.checkpoint import _tensors
+
+        path = Path(self.config.init_from)
+        self.mesh.on_main(lambda: self._check_source(path))
+        try:
+            _tensors.load_weights(path, model, self.config.init_from_missing)
+        except (RuntimeError, OSError) as error:
+            raise ConfigError("init_from", f"cannot be taken: {error}", value=str(path)) from error
+        logger.info("weights taken from %s", path)
+
+    def _check_source(self, path: Path) -> None:
+        """Raise ConfigError unless `path` is a whole checkpoint."""
+        folder = CheckpointFolder(path.parent)
+        step = next((step for step in folder.steps() if folder.at(step) == path), None)
+        if step is None:
+            raise ConfigError("init_from", "is no checkpoint", value=str(path), allowed="a folder step-<k>")
+        if problems := folder.problems(step, hashes=self.config.verify == "always"):
+            raise ConfigError("init_from", f"is damaged: {problems[0]}", value=str(path))
+
+    # --- Saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
+        from components.checkpoint import _tensors
+
+        self.finish()
+        folder = self.mesh.on_main(lambda: self.folder.prepare(step))
+        state = _tensors.state(model, optimizer)
+        if self.config.async_mode == "disabled":
+            self._write(step, folder, state, meta, self.mesh.gather, None)
+            return
+        if self._stager is None:
+            self._stager = _tensors.stager()  # kept: the memory that it copies to is dear to get
+        self._staged = self._stager.stage(state)
+        self._written = self._writer.submit(self._write_staged, step, folder, self._staged, meta)
+
+    def _write_staged(self, step: int, folder: Path, staged: Future, meta: Mapping[str, Any]) -> None:
+        self._write(
+            step, folder, staged.result(), meta, lambda value: self.mesh.gather(value, self._group), self._group
+        )
+
+    def _write(
+        self, step: int, folder: Path, state: dict[str, Any], meta: Mapping[str, Any],
+        gather: Callable[[Any], list[Any]], group: Any,
+    ) -> None:  # fmt: skip
+        """Write, read back and publish. Collective; raises on all ranks what one of them met."""
         from components.checkpoint import _tensors
 
         try:
+            _tensors.save(folder, state, group)
+            records, problem = {}, None
             try:
-                _tensors.save(unfinished, model, optimizer)
-            except RuntimeError as error:
-                raise RuntimeError(f"checkpoint of step {step} cannot be written: {error}") from error
-            self.mesh.on_main(lambda: self._publish(unfinished, step, meta))
-        except BaseException:
+                records = _tensors.records(folder, self.mesh.rank)
+            except OSError as error:
+                problem = f"rank {self.mesh.rank}: {error}"
+            found = gather((records, problem))
+            problems = [problem for _, problem in found if problem]
+            if not problems and self.mesh.is_main:
+                try:
+                    self._publish(step, meta, {name: each for records, _ in found for name, each in records.items()})
+                except (OSError, RuntimeError) as error:
+                    problems = [str(error)]
+            # So that no rank goes on for whom there is no checkpoint.
+            if problems := gather(problems)[0] or problems:
+                raise RuntimeError("; ".join(problems))
+        except (OSError, RuntimeError) as error:
             if self.mesh.is_main:
-                shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
-            raise
-        return self._path(step)
+                shutil.rmtree(folder, ignore_errors=True)  # it may be what fills the disk
+            raise RuntimeError(f"checkpoint of step {step} cannot be written: {error}") from error
 
-    def _prepare(self, unfinished: Path, step: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._path(step).exists():  # no whole one, or the run would have started there
-            self._set_aside([step])
-        for leftover in self.folder.glob(".unfinished-*"):
-            shutil.rmtree(leftover)
-        unfinished.mkdir()
+    def _publish(self, step: int, meta: Mapping[str, Any], records: dict[str, Any]) -> None:
+        path = self.folder.publish(step, meta, records)
+        self.run.note_checkpoint(path)
+        logger.info("checkpoint of step %d in %s", step, path)
+        config = self.config
+        for old in self.folder.expendable(config.keep_latest_k, config.keep_every, config.keep_best_k):
+            self.folder.remove(old)
 
-    def _publish(self, unfinished: Path, step: int, meta: Mapping[str, Any]) -> None:
-        with open(unfinished / "meta.json", "w", encoding="utf-8") as file:
-            json.dump(meta, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(unfinished)
-        unfinished.rename(self._path(step))
-        _sync_folder(self.folder)
-        keep = self.config.keep_latest_k
-        for old in self.steps()[:-keep] if keep else []:
-            doomed = self.folder / f".unfinished-removal-{old}"
-            self._path(old).rename(doomed)  # half a checkpoint must not look like one
-            shutil.rmtree(doomed)
+    def before_update(self) -> None:
+        if self._staged is not None:
+            self._staged.result()  # the optimizer is about to change what is being copied
+            self._staged = None
+        if self._written is not None and self._written.done():
+            self.finish()
 
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames and new files of a folder last through a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def finish(self) -> None:
+        written, self._written, self._staged = self._written, None, None
+        if written is not None:
+            written.result()

@@ -159,7 +159,7 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     assert "nothing to resume" in launch(
         *debug(folder / "empty", "--checkpoint.resume=must"), status=2
     ).err  # fmt: skip
-    written_by_the_moved_run = ("recipe", "env", "train.log", "events.")
+    written_by_the_moved_run = ("recipe", "env", "status.json", "train.log", "events.")
     for path, content in before.items():
         assert path.name.startswith(written_by_the_moved_run) or path.read_bytes() == content, path
 
@@ -226,25 +226,128 @@ def test_default_batch_size_resumes_on_other_ranks_when_it_is_named(folder: Path
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_damaged_checkpoints_are_named_and_nothing_is_moved(folder: Path, straight: dict[int, Path]) -> None:
+def test_damaged_checkpoints_are_named_and_nothing_is_deleted(folder: Path, straight: dict[int, Path]) -> None:
     run = folder / "damaged"
     shutil.copytree(straight[1], run)
     step_10, step_20 = (run / f"checkpoint/step-000000{k}" for k in (10, 20))
-    data = (step_10 / "__0_0.distcp").read_bytes()
-    (step_10 / "__0_0.distcp").write_bytes(data[: len(data) // 2])
-    failed = launch(*debug(run, "--checkpoint.resume=10"), status=1)
-    assert "checkpoint of step 10 cannot be read: on rank 0" in failed.err
-    assert step_20.is_dir(), "later checkpoints stay until the chosen one is loaded"
-    (step_10 / "meta.json").write_text('{"step": 1')
-    refused = launch(*debug(run, "--checkpoint.resume=10"), status=2)
-    assert "step-00000010/meta.json is not what a save writes" in refused.err
-    step_20.rename(run / "checkpoint/step-00000015")
-    assert "holds step 20" in launch(*debug(run), status=2).err
-    shutil.rmtree(run / "checkpoint/step-00000015")
-    (step_10 / ".metadata").unlink()  # no whole checkpoint: neither trusted nor in the way
-    (run / "latest_checkpoint").unlink()
-    finished = launch(*debug(run, "--training.stop_after=10"))
-    assert "starting at step 0" in finished.text and "checkpoints of steps 10 moved to" in finished.text
+    data = bytearray((step_20 / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (step_20 / "__0_0.distcp").write_bytes(data)
+    finished = launch(*debug(run))
+    assert "checkpoint of step 20 is damaged" in finished.text and "its hash differs" in finished.text
+    assert "resuming at step 10" in finished.text and "damaged: step 20" in finished.text
+    assert losses(run) == losses(straight[1])
+    aside = run / "checkpoint/set-aside-1/step-00000020"
+    assert (aside / "__0_0.distcp").read_bytes() == data, "the damaged one is kept for somebody to look at"
+
+    refused = launch(*debug(run, "--checkpoint.resume=15"), status=2)
+    assert "there is no checkpoint of this step" in refused.err and "has steps 10, 20" in refused.err
+    (step_20 / "__0_0.distcp").write_bytes(data[:-1])
+    for policy in ("always", "sizes"):
+        refused = launch(*debug(run, "--checkpoint.resume=20", f"--checkpoint.verify={policy}"), status=2)
+        assert "no checkpoint is whole (step 20 in" in refused.err and "bytes instead of" in refused.text
+    (step_10 / "manifest.json").unlink()
+    before = sorted(path for path in run.rglob("*") if "checkpoint" in path.parts)
+    refused = launch(*debug(run), status=2)
+    assert "no checkpoint is whole (step 20, step 10 in" in refused.err
+    assert sorted(path for path in run.rglob("*") if "checkpoint" in path.parts) == before
+    trusted = launch(*debug(run, "--checkpoint.resume=10", "--checkpoint.verify=never"))
+    assert "resuming at step 10" in trusted.text and losses(run) == losses(straight[1])
+
+
+def test_fresh_start_from_weights_alone(folder: Path, straight: dict[int, Path]) -> None:
+    """Optimizer, data and schedules start anew; on another layout too. What does not fit is named."""
+    source = straight[1] / "checkpoint/step-00000020"
+    runs = {ranks: folder / f"from-weights-{ranks}" for ranks in (1, 2)}
+    for ranks, run in runs.items():
+        started = launch(*debug(run, f"--checkpoint.init_from={source}", "--training.steps=6"), ranks=ranks)
+        assert f"weights taken from {source}" in started.text
+        assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6] and rows(run)[0]["lr"] == 0
+    # alpha starts at 0 again, so the first loss is that of the bare embedding; it ends where a trained model is.
+    assert losses(runs[1])[6] < 0.9 * losses(straight[1])[6]
+    assert losses(runs[2]) == pytest.approx(losses(runs[1]), abs=1e-5)
+
+    def refused(*own: str) -> str:
+        return launch(*debug(folder / "from-none", f"--checkpoint.init_from={source}", *own), status=2).err
+
+    assert "it lacks layers.4.attention.wq.weight" in refused("--model.n_layers=5")
+    assert "the model has no layers.3." in refused("--model.n_layers=3")
+    assert "other shapes of layers.0.feed_forward" in refused("--model.ffn_dim=192")
+    assert "init_from_missing matches no weight: nothing" in refused("--checkpoint.init_from_missing=['nothing']")
+    assert "is no checkpoint" in launch(*debug(folder / "x", "--checkpoint.init_from=nowhere"), status=2).err
+    more = ["--model.n_layers=5", "--checkpoint.init_from_missing=['layers.4.*']", "--training.stop_after=2"]
+    launch(*debug(folder / "deeper", f"--checkpoint.init_from={source}", *more))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_altered_token_shard_is_named_before_training(ranks: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launch(*debug(run), ranks=ranks)
+    (shard,) = (tmp_path / "cache").rglob("train-00000.bin")
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    own = debug(run, "--checkpoint.resume=10")
+    status = 2 if ranks == 1 else 1  # torchrun's own
+    refused = launch(*own, ranks=ranks, status=status)
+    assert f"{shard} does not hold what was written" in refused.err
+    assert (run / "checkpoint/step-00000020").is_dir()
+    launch(*own, "--dataset.verify=sizes", ranks=ranks)
+    shard.write_bytes(content[:-2])
+    assert f"{shard} has " in launch(*own, "--dataset.verify=sizes", ranks=ranks, status=status).err
+
+
+def test_crafted_checkpoint_runs_no_code(folder: Path, straight: dict[int, Path]) -> None:
+    """Not even with hashes that fit, which whoever made it can write too."""
+    run, victim = folder / "crafted", folder / "victim"
+    shutil.copytree(straight[1], run)
+    metadata = run / "checkpoint/step-00000020/.metadata"
+    metadata.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPosixPath\n(V{victim}\ntRtR.".encode())
+    failed = launch(*debug(run, "--checkpoint.verify=never", "--checkpoint.resume=20"), status=1)
+    assert ".metadata asks for pathlib.Path.touch, which has no place" in failed.err
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(
+    ranks: int, folder: Path, straight: dict[int, Path]
+) -> None:
+    run = folder / f"beside-{ranks}"
+    launch(*debug(run, "--checkpoint.async_mode=thread", "--checkpoint.interval=2"), ranks=ranks)
+    assert losses(run) == losses(straight[ranks])
+    stopped = folder / f"beside-{ranks}-stopped"
+    shutil.copytree(run, stopped)
+    for step in range(12, 21, 2):
+        shutil.rmtree(stopped / f"checkpoint/step-{step:08d}")
+    launch(*debug(stopped), ranks=ranks)  # from a checkpoint that was copied while the next step was on its way
+    assert losses(stopped) == losses(straight[ranks])
+
+
+def test_failure_of_a_writer_beside_training_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    """At the next update, not at the end; what was published before stays."""
+    (tmp_path / "full.py").write_text(FULL_DISK)
+    own = [f"--import={tmp_path / 'full.py'}", "--checkpoint.async_mode=thread", "--checkpoint.interval=4"]
+    failed = launch(*debug(tmp_path / "run", *own), status=1)
+    assert "checkpoint of step 8 cannot be written" in failed.err and "No space left" in failed.err
+    assert [p.name for p in (tmp_path / "run/checkpoint").iterdir()] == ["step-00000004"]
+    assert max(losses(tmp_path / "run")) < 20
+
+
+FULL_DISK = """
+import errno
+from components.checkpoint._folder import CheckpointFolder
+
+publish = CheckpointFolder.publish
+
+
+def full(self, step, *args):
+    if step == 8:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return publish(self, step, *args)
+
+
+CheckpointFolder.publish = full
+"""
 
 
 def test_saving_does_not_touch_the_run(folder: Path) -> None:

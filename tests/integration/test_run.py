@@ -259,9 +259,98 @@ def test_interrupt_leaves_no_process_and_can_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     finished = finish(process, timeout=60)  # fails when a process is left
     assert finished.status != 0
+    status = json.loads((run / "status.json").read_text())
+    stopped_at = status["step"]
+    assert status["state"] == "stopped" and status["signal"] == "SIGINT" and stopped_at >= 15
+    assert max(p.name for p in (run / "checkpoint").iterdir()) == f"step-{stopped_at:08d}"
+    assert "everything saved" in finished.text
     assert "Traceback" not in "\n".join(line for line in finished.err.splitlines() if "[rank" in line)
-    launch(*debug(run, "--training.steps=5000", "--training.stop_after=20"), ranks=2)
-    assert sorted(losses(run)) == list(range(1, 21))
+    end = stopped_at + 5
+    again = launch(*debug(run, "--training.steps=5000", f"--training.stop_after={end}"), ranks=2)
+    assert f"resuming at step {stopped_at}" in again.text
+    assert sorted(losses(run)) == list(range(1, end + 1))
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_saves_and_a_second_one_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(*debug(run, "--training.steps=5000"))
+    while not (run / "metrics.jsonl").exists() or not rows_so_far(run):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert finish(process).status == 75
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "stopped" and status["signal"] == number.name
+    assert (run / f"checkpoint/step-{status['step']:08d}").is_dir()
+
+    slow = tmp_path / "slow.py"
+    slow.write_text(SLOW_VALIDATION)
+    process = start(*debug(tmp_path / "slow", f"--import={slow}", "--validation.name=slow", "--validation.freq=1"))
+    while not (tmp_path / "validating").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    time.sleep(1.5)  # a second one within a second is taken for the same
+    assert process.poll() is None
+    process.send_signal(number)
+    assert finish(process).status == 128 + number
+
+
+SLOW_VALIDATION = """
+import pathlib, time
+from titan_prores.registry import lookup, register
+
+
+@register("validator", "slow")
+class Slow(lookup("validator", "perplexity")):
+    "Takes its time."
+
+    def validate(self, *args, **kwargs):
+        pathlib.Path(__file__).with_name("validating").touch()
+        for _ in range(600):
+            time.sleep(0.1)
+        return super().validate(*args, **kwargs)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    endless = tmp_path / "endless.py"
+    endless.write_text(ENDLESS_TEXT)
+    process = start(*debug(tmp_path / "run", f"--import={endless}", "--dataset={name = 'endless'}"))
+    while not (tmp_path / "reading").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    finished = finish(process)
+    assert finished.status == 130 and "stopped by SIGTERM in preparing data" in finished.text
+
+
+ENDLESS_TEXT = """
+import itertools, pathlib
+from titan_prores.protocols import DatasetSection
+from titan_prores.registry import register
+
+
+@register("dataset", "endless")
+class Endless:
+    "Never ends."
+
+    Config = DatasetSection
+
+    def __init__(self, config):
+        pass
+
+    def documents(self):
+        pathlib.Path(__file__).with_name("reading").touch()
+        return (f"document {n}" for n in itertools.count())
+
+    def fingerprint(self):
+        return "endless"
+"""
 
 
 def rows_so_far(run: Path) -> list[str]:
@@ -295,7 +384,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     second = launch(*debug(run), status=2)
     assert "job.dump_folder" in second.err and "another run" in second.err
     process.send_signal(signal.SIGINT)
-    assert finish(process).status == 130
+    assert finish(process).status == 75
 
 
 def test_wrong_recipe_exits_2_before_anything_is_written(tmp_path: Path) -> None:

@@ -148,21 +148,25 @@ class TokenCache:
                 _check_size(shard, dtype)
         return cache
 
-    def verify(self) -> None:
-        """Read every shard and compare its hash with the index.
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Read shards and compare their hashes with the index.
+
+        Args:
+            part: which share of the shards to read, of
+            parts: that they are divided into, one a rank.
 
         Raises:
             ConfigError: a shard has changed since it was written.
         """
-        for stream in (self.train, self.validation):
-            for shard in stream.shards:
-                _check_size(shard, stream.dtype)
-                digest = hashlib.sha256()
-                with shard.path.open("rb") as file:
-                    while block := file.read(_READ_BYTES):
-                        digest.update(block)
-                if digest.hexdigest() != shard.sha256:
-                    raise _damaged(shard.path, "does not hold what was written (its hash differs from the index)")
+        shards = [(stream, shard) for stream in (self.train, self.validation) for shard in stream.shards]
+        for stream, shard in shards[part::parts]:
+            _check_size(shard, stream.dtype)
+            digest = hashlib.sha256()
+            with shard.path.open("rb") as file:
+                while block := file.read(_READ_BYTES):
+                    digest.update(block)
+            if digest.hexdigest() != shard.sha256:
+                raise _damaged(shard.path, "does not hold what was written (its hash differs from the index)")
 
 
 def _check_size(shard: Shard, dtype: np.dtype) -> None:

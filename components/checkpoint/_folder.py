@@ -1,0 +1,208 @@
+"""The folder that holds a run's checkpoints: which there are, whether they are whole, which may go."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST, META = "manifest.json", "meta.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file held when it was written."""
+
+    bytes: int
+    sha256: str
+
+
+def record(path: Path) -> FileRecord:
+    """Read a file and say what it holds."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())
+
+
+class CheckpointFolder:
+    """Checkpoints are folders `step-<k>`, each with a manifest of its files: their sizes and hashes.
+
+    One is written under another name and renamed once it is complete, so a folder of that name was whole when it was
+    written. What has happened to it since is what `problems` tells.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def steps(self) -> list[int]:
+        """Steps that there are checkpoints of, damaged ones too, ascending."""
+        if not self.path.is_dir():
+            return []
+        named = [(entry, _STEP.fullmatch(entry.name)) for entry in self.path.iterdir()]
+        return sorted({int(match.group(1)) for entry, match in named if match and entry.is_dir()})
+
+    def at(self, step: int) -> Path:
+        """Folder of a checkpoint, there or not."""
+        return self.path / f"step-{step:08d}"
+
+    def unfinished(self, step: int) -> Path:
+        """Where a checkpoint is written until it is complete."""
+        return self.path / f".unfinished-step-{step:08d}"
+
+    # --- Writing --------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: int) -> Path:
+        """Make the folder to write into; leftovers of saves that were killed go."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for leftover in self.path.glob(".unfinished-*"):
+            shutil.rmtree(leftover)
+        self.unfinished(step).mkdir()
+        return self.unfinished(step)
+
+    def publish(self, step: int, meta: Mapping[str, Any], records: Mapping[str, FileRecord]) -> Path:
+        """Add meta and manifest to what was written, get everything onto the disk and give it its name.
+
+        Args:
+            step: of the checkpoint.
+            meta: JSON-ready.
+            records: of every file that the ranks have written, by name.
+
+        Raises:
+            RuntimeError: the folder does not hold the files that the ranks say they have written.
+        """
+        folder = self.unfinished(step)
+        _write_durably(folder / META, json.dumps(meta, indent=1))
+        files = {**records, META: record(folder / META)}
+        if wrong := sorted({entry.name for entry in folder.iterdir()} ^ files.keys()):
+            raise RuntimeError(f"{folder} and the files that the ranks wrote differ in {', '.join(wrong[:3])}")
+        manifest = {"step": step, "files": {name: asdict(each) for name, each in sorted(files.items())}}
+        _write_durably(folder / MANIFEST, json.dumps(manifest, indent=1))
+        _sync(folder)
+        if self.at(step).exists():  # a damaged one: what is whole was resumed from, and later ones moved aside
+            self.set_aside([step])
+        folder.rename(self.at(step))
+        _sync(self.path)
+        return self.at(step)
+
+    # --- Reading --------------------------------------------------------------------------------------------------
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the tensors.
+
+        Raises:
+            ValueError: it is missing, or not what a save writes.
+        """
+        found = self._json(step, META)
+        if not isinstance(found, dict) or found.get("step") != step:
+            raise ValueError(f"{self.at(step) / META} is not of step {step}")
+        return found
+
+    def records(self, step: int) -> dict[str, FileRecord]:
+        """The manifest: name -> what the file held.
+
+        Raises:
+            ValueError: it is missing, or not what a save writes.
+        """
+        try:
+            return {name: FileRecord(**each) for name, each in self._json(step, MANIFEST)["files"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.at(step) / MANIFEST} is no manifest") from error
+
+    def _json(self, step: int, name: str) -> Any:
+        path = self.at(step) / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON") from error
+
+    def problems(self, step: int, *, hashes: bool, part: int = 0, parts: int = 1) -> list[str]:
+        """What is wrong with a checkpoint, a line each; empty where it is as it was written.
+
+        Args:
+            step: of the checkpoint.
+            hashes: read every file and compare its hash, instead of sizes alone.
+            part: which share of the files to look at, of
+            parts: that they are divided into, one a rank.
+        """
+        try:
+            records = self.records(step)
+            self.meta(step)
+        except ValueError as error:
+            return [str(error)] if part == 0 else []
+        found = []
+        for name, expected in list(records.items())[part::parts]:
+            path = self.at(step) / name
+            try:
+                size = path.stat().st_size
+                if size != expected.bytes:
+                    found.append(f"{path} has {size:,} bytes instead of {expected.bytes:,}")
+                elif hashes and record(path) != expected:
+                    found.append(f"{path} does not hold what was written: its hash differs from the manifest's")
+            except OSError as error:
+                found.append(f"{path} cannot be read: {error.strerror}")
+        return found
+
+    # --- Making room ----------------------------------------------------------------------------------------------
+
+    def set_aside(self, steps: list[int]) -> Path | None:
+        """Move checkpoints out of the way, into a folder of their own, which is returned."""
+        if not steps:
+            return None
+        aside = next(p for n in range(1, 10**6) if not (p := self.path / f"set-aside-{n}").exists())
+        aside.mkdir()
+        for step in steps:
+            self.at(step).rename(aside / self.at(step).name)
+        return aside
+
+    def expendable(self, keep_latest: int, keep_every: int = 0, keep_best: int = 0) -> list[int]:
+        """Checkpoints that may go. Only whole ones with finite numbers count, and only such are named.
+
+        Args:
+            keep_latest: the newest so many stay; 0 = all stay.
+            keep_every: multiples of so many steps stay; 0 = none for that.
+            keep_best: the so many with the lowest validation loss stay.
+        """
+        if keep_latest == 0:
+            return []
+        good = [
+            step for step in self.steps() if not self.problems(step, hashes=False) and self.meta(step).get("finite")
+        ]
+        kept = set(good[-keep_latest:]) | {step for step in good if keep_every and step % keep_every == 0}
+        losses = {step: self.meta(step).get("validation_loss") for step in good}
+        ranked = sorted((step for step in good if losses[step] is not None), key=lambda step: losses[step])
+        return [step for step in good if step not in kept | set(ranked[:keep_best])]
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint; half of one never looks like one."""
+        doomed = self.path / f".unfinished-removal-{step}"
+        self.at(step).rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new files of a folder last through a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""When a run saves: every so many steps or minutes, and after its last step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from titan_prores.protocols import Checkpointer, CheckpointSection
+from titan_prores.stopping import Agreement
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Saver:
+    """Saves by a checkpointer when it is time; does nothing where checkpoints are off.
+
+    Args:
+        checkpointer: None where they are.
+        config: its section.
+        agreement: makes rank 0's clock everybody's.
+    """
+
+    def __init__(self, checkpointer: Checkpointer | None, config: CheckpointSection, agreement: Agreement) -> None:
+        self.checkpointer, self.config, self.agreement = checkpointer, config, agreement
+        self._saved_at = time.monotonic()
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after `step`; every rank asks after every step, and gets the same answer."""
+        if self.checkpointer is None:
+            return False
+        due = last or step % self.config.interval == 0
+        if self.config.interval_minutes is not None:
+            passed = time.monotonic() - self._saved_at >= 60 * self.config.interval_minutes
+            wanted = "due" if passed and self.agreement.rank == 0 else None
+            due |= self.agreement.after_step(step, "save", wanted) is not None
+        return due
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
+        """As `Checkpointer.save`, which see."""
+        self._saved_at = time.monotonic()
+        self.checkpointer.save(step, model, optimizer, meta)
+
+    def before_update(self) -> None:
+        """As `Checkpointer.before_update`."""
+        if self.checkpointer is not None:
+            self.checkpointer.before_update()
+
+    def finish(self) -> None:
+        """As `Checkpointer.finish`."""
+        if self.checkpointer is not None:
+            self.checkpointer.finish()

@@ -1,0 +1,103 @@
+"""Being asked from outside to end: signals, answered by all ranks after the same step, with everything saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# What schedulers and people send. Slurm is told which with --signal, torchrun passes on the first two and SIGINT.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# A terminal and torchrun may both pass on the same one.
+SAME_SIGNAL_SECONDS = 1.0
+# sysexits.h calls it a temporary failure: the same command goes on where this one stopped.
+EXIT_STATUS = 75
+
+
+class Stopped(BaseException):
+    """A signal came where nothing is worth waiting for: before the first step."""
+
+
+class StopRequest:
+    """The first signal that this process got; a second one ends the process at once.
+
+    Attributes:
+        name: of the signal, such as "SIGTERM"; None until there is one.
+        can_wait: whether there are steps, after the next of which all ranks can stop; before, a signal raises Stopped.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.can_wait = False
+        self._at = 0.0
+
+    def listen(self) -> StopRequest:
+        """Handle SIGNALS from now on. For the main thread."""
+        self._pid = os.getpid()
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a data loader's worker, forked with this handler, is to end as it always would
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.name is not None:
+            if time.monotonic() - self._at < SAME_SIGNAL_SECONDS:
+                return
+            os.write(2, b"second signal: stopping at once\n")  # a log might be what the first one interrupted
+            os._exit(128 + number)
+        self.name, self._at = signal.Signals(number).name, time.monotonic()
+        if not self.can_wait:
+            raise Stopped(self.name)
+
+
+class Agreement:
+    """What one rank wants after a step, known to all of them before that step ends.
+
+    Rank 0 announces it for the step after the one that it has finished. No rank can finish that step without rank 0,
+    which has begun it after the announcement: so all ranks find the note, at the price of a look into the store a step.
+
+    Args:
+        store: the job's store.
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        from torch.distributed import PrefixStore
+
+        self._store = PrefixStore("titan_prores.agreement", store)
+        self.rank, self.size = rank, size
+        self._rounds: dict[str, int] = {}  # how often each wish has been fulfilled
+
+    def after_step(self, step: int, what: str, wanted: str | None) -> str | None:
+        """Collective in effect: every rank calls it after every step, and every rank gets the same.
+
+        Args:
+            step: the number of completed updates.
+            what: name of the wish, such as "stop".
+            wanted: not None on a rank that has it.
+
+        Returns:
+            What a rank wanted, after the step at which all have agreed on it; None otherwise.
+        """
+        if self.size == 1:
+            return wanted
+        key = f"{what}.{self._rounds.setdefault(what, 0)}"
+        if wanted is not None:
+            self._store.set(f"{key}.asked", wanted)
+        if self._store.check([f"{key}.at"]):
+            at, _, reason = self._store.get(f"{key}.at").decode().partition(" ")
+            if int(at) == step:
+                self._rounds[what] += 1
+                return reason
+        elif self.rank == 0 and self._store.check([f"{key}.asked"]):
+            self._store.set(f"{key}.at", f"{step + 1} {self._store.get(f'{key}.asked').decode()}")
+        return None
