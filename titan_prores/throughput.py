@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import psutil
 import torch
@@ -54,9 +55,19 @@ def mfu(tokens_per_second: float, flops_per_token: float, n_devices: int, peak: 
     return tokens_per_second * flops_per_token / (n_devices * peak)
 
 
-def has_float8_matmul(device: torch.device) -> bool:
-    """Whether `device` multiplies float8 tensors, of one scale each, itself."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+# Compute capability from which NVIDIA's devices multiply float8 tensors: with a scale for each, or for each row.
+FLOAT8_CAPABILITIES = {"tensor": (8, 9), "row": (9, 0)}
+# AMD's devices that do (MI300, MI350, RDNA 4); their capability numbers mean something else.
+_FLOAT8_GFX = ("gfx94", "gfx95", "gfx12")
+
+
+def has_float8_matmul(device: torch.device, scale_per: Literal["tensor", "row"] = "tensor") -> bool:
+    """Whether `device` multiplies float8 tensors itself."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(_FLOAT8_GFX)
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITIES[scale_per]
 
 
 def memory_gib(device: torch.device) -> float:

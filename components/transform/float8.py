@@ -16,12 +16,12 @@ from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError
 from titan_prores.log import quiet
 from titan_prores.registry import register
+from titan_prores.throughput import FLOAT8_CAPABILITIES, has_float8_matmul
 from titan_prores.transform import Facts, Phase, Transform
 
 # torch._scaled_mm takes no other sizes, so a smaller or odd linear would end a run at its first step on a device.
 MULTIPLE = 16
-# Compute capability from which CUDA devices have the matmul: scales of whole tensors, and scales of rows.
-CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+SCALE_PER = {"tensorwise": "tensor", "rowwise": "row", "rowwise_with_gw_hp": "row"}
 
 
 @dataclass(frozen=True)
@@ -179,14 +179,12 @@ class Float8(Transform):
         Raises:
             ConfigError: emulate = false and the device has no such matmul.
         """
-        needed = CAPABILITIES[self.config.recipe_name]
-        available = device.type == "cuda" and (
-            torch.version.hip is not None or torch.cuda.get_device_capability(device) >= needed
-        )
+        scale_per = SCALE_PER[self.config.recipe_name]
+        available = has_float8_matmul(device, scale_per)
         if self.config.emulate == "auto":
             return not available
         if not self.config.emulate and not available:
-            needs = f"compute capability {needed[0]}.{needed[1]}"
+            needs = "compute capability {}.{}".format(*FLOAT8_CAPABILITIES[scale_per])
             raise ConfigError(
                 "transforms.float8.emulate", f"{device.type} has no {self.config.recipe_name} float8 matmul ({needs})",
                 value=False, allowed="auto, true",

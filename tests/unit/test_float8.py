@@ -183,6 +183,19 @@ def test_tokens_that_the_matmul_does_not_take_are_padded(local_batch_size: int, 
     assert ("tokens padded to a multiple of 16" in text) == padded
 
 
+@pytest.mark.parametrize(
+    ("capability", "recipe", "emulated"),
+    [((8, 0), "tensorwise", True), ((8, 9), "tensorwise", False), ((8, 9), "rowwise", True),
+     ((9, 0), "rowwise", False), ((9, 0), "rowwise_with_gw_hp", False), ((12, 0), "tensorwise", False)],
+)  # fmt: skip
+def test_emulation_is_for_devices_without_the_matmul(
+    capability: tuple[int, int], recipe: str, emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert transform("float8", recipe_name=recipe)._emulate(torch.device("cuda", 0)) == emulated
+
+
 def test_emulation_asked_for_takes_any_shard() -> None:
     text = report(
         debug_recipe("--transforms.float8.emulate=true", "--parallelism.tensor_parallel_degree=2", world_size=2), 2
