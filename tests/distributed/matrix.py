@@ -129,7 +129,8 @@ _SAMPLE = {
     "one": ["none/eager/tensorwise/post", "full/compiled/rowwise/sandwich", "selective/eager/off/pre"],
     "fsdp2": ["none/compiled/tensorwise/sandwich", "full/eager/rowwise/pre", "selective/eager/off/post"],
     "hsdp": ["none/eager/off/post", "full/eager/tensorwise/pre", "selective/compiled/rowwise/sandwich"],
-    "tp2": ["none/eager/tensorwise/post", "full/eager/rowwise/sandwich", "selective/compiled/off/pre"],
+    # Compiled as one of the next mesh's, which then finds the code.
+    "tp2": ["none/eager/tensorwise/pre", "full/eager/rowwise/sandwich", "selective/compiled/off/post"],
     "fsdp2xtp2": [
         "none/eager/off/sandwich", "none/compiled/tensorwise/pre", "none/eager/rowwise/sandwich",
         "full/eager/off/sandwich", "full/eager/tensorwise/sandwich", "full/compiled/rowwise/post",
