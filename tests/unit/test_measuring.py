@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_prores import measuring
+from titan_prores import measuring, mesh
 from titan_prores.measuring import MET, MISSED, UNRESOLVED, Bench, Interval, by_turns, median_interval, verdict
 
 REPOSITORY = Path(__file__).parents[2]
@@ -102,6 +102,13 @@ def test_saved_bytes_counts_each_storage_once() -> None:
 
     assert measuring.saved_bytes(step, [weight]) == 4 * (10 * 100 + 10 * 50)
     assert measuring.saved_bytes(step, []) == 4 * (10 * 100 + 10 * 50 + 50 * 100)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_no_process_group():
+    """Benches of one process share a group, which nobody after them expects."""
+    yield
+    mesh.stop()
 
 
 @pytest.fixture
