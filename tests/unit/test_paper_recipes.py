@@ -60,7 +60,7 @@ CELLS = [(name, size) for name in SIZES for size in (8, 64)]
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [pytest.param(*cell, marks=[] if cell == ("llama_7b", 64) else pytest.mark.slow) for cell in CELLS],
+    [pytest.param(*cell, marks=[] if cell == ("llama_71m", 8) else pytest.mark.slow) for cell in CELLS],
 )
 def test_check_on_this_machine(name: str, world_size: int) -> None:
     start = time.perf_counter()
@@ -97,6 +97,7 @@ def test_check_on_this_machine(name: str, world_size: int) -> None:
             assert line in report or line.split()[0] in ("activations", "computing", "together"), line
 
 
+@pytest.mark.slow
 def test_checkpointing_makes_room() -> None:
     """The 1.3B recipe, of fewer layers: what selective and full checkpointing save is in the report."""
     short = "--model.n_layers=4"
