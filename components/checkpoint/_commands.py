@@ -140,10 +140,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _checkpoint(path: Path) -> tuple[CheckpointFolder, int]:
-    folder = CheckpointFolder(path.parent)
-    step = next((step for step in folder.steps() if folder.at(step).name == path.resolve().name), None)
-    if step is None:
+    if (found := CheckpointFolder.containing(path)) is None:
         raise ConfigError("", "is no checkpoint", value=str(path), allowed=f"a folder step-<k> with a {MANIFEST}")
+    folder, step = found
     if problems := folder.problems(step, hashes=False):
         raise ConfigError("", f"is damaged: {problems[0]}", value=str(path))
     return folder, step

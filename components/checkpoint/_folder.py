@@ -45,6 +45,13 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
+    @classmethod
+    def containing(cls, path: Path) -> tuple[CheckpointFolder, int] | None:
+        """The folder that a checkpoint's own folder lies in, and the checkpoint's step; None where it is none."""
+        path = Path(path).resolve()
+        folder = cls(path.parent)
+        return next(((folder, step) for step in folder.steps() if folder.at(step) == path), None)
+
     def steps(self) -> list[int]:
         """Steps that there are checkpoints of, damaged ones too, ascending."""
         if not self.path.is_dir():
@@ -177,12 +184,11 @@ class CheckpointFolder:
         """
         if keep_latest == 0:
             return []
-        good = [
-            step for step in self.steps() if not self.problems(step, hashes=False) and self.meta(step).get("finite")
-        ]
+        whole = {step: self.meta(step) for step in self.steps() if not self.problems(step, hashes=False)}
+        good = [step for step, meta in whole.items() if meta.get("finite")]
         kept = set(good[-keep_latest:]) | {step for step in good if keep_every and step % keep_every == 0}
-        losses = {step: self.meta(step).get("validation_loss") for step in good}
-        ranked = sorted((step for step in good if losses[step] is not None), key=lambda step: losses[step])
+        losses = {step: loss for step in good if (loss := whole[step].get("validation_loss")) is not None}
+        ranked = sorted(losses, key=losses.__getitem__)
         return [step for step in good if step not in kept | set(ranked[:keep_best])]
 
     def remove(self, step: int) -> None:

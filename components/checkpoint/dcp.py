@@ -171,10 +171,9 @@ class DistributedCheckpoint:
 
     def _check_source(self, path: Path) -> None:
         """Raise ConfigError unless `path` is a whole checkpoint."""
-        folder = CheckpointFolder(path.parent)
-        step = next((step for step in folder.steps() if folder.at(step) == path), None)
-        if step is None:
+        if (found := CheckpointFolder.containing(path)) is None:
             raise ConfigError("init_from", "is no checkpoint", value=str(path), allowed="a folder step-<k>")
+        folder, step = found
         if problems := folder.problems(step, hashes=self.config.verify == "always"):
             raise ConfigError("init_from", f"is damaged: {problems[0]}", value=str(path))
 
