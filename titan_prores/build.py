@@ -15,7 +15,7 @@ from titan_prores.activation_bytes import ActivationBytes, step_bytes
 from titan_prores.data import TokenCache, TokenWindows, prepare
 from titan_prores.errors import ConfigError, ConfigErrors, MissingError
 from titan_prores.failures import own_fault
-from titan_prores.init import allocate, match_rules
+from titan_prores.init import allocate, init_weights, match_rules, unfilled_buffers
 from titan_prores.log import logger
 from titan_prores.mesh import Mesh
 from titan_prores.parts import Part
@@ -153,6 +153,25 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
     for _, transform in in_order(components.transforms):
         components.loss = transform.wrap_loss(components.loss)
     return lines
+
+
+def materialize(recipe: Recipe, components: Components, device: torch.device) -> nn.Module:
+    """Give the transformed meta model storage, weights and buffers, and return it.
+
+    Raises:
+        ConfigError: the model leaves a buffer unset.
+    """
+    model = components.model
+    allocate(model, device, components.parameter_device)
+    init_weights(model, model.init_rules(), recipe.training.seed)
+    model.fill_buffers()
+    for _, transform in components.transforms:
+        transform.on_materialize(model)
+    if unfilled := unfilled_buffers(model):
+        raise ConfigError("model", f"its fill_buffers leaves {', '.join(unfilled[:3])} unset")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    logger.info("%s: %.2fM parameters on %s", recipe.slots["model"].name, parameters / 1e6, device.type)
+    return model.train()
 
 
 def choose_checkpoint(

@@ -37,8 +37,8 @@ Train a language model from a TOML recipe.
   --help KIND.NAME           the keys of a component, such as lr_scheduler.wsd
 
 Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
-everything saved (the same command goes on), 130 stopped before the first step, 1 anything else. Under torchrun see
-status.json in the run folder: torchrun itself ends with 1 whatever failed.
+everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run folder: torchrun
+itself ends with 1 whatever failed.
 """
 
 MOST_RANKS = 100_000
@@ -183,6 +183,8 @@ def train(recipe: Recipe) -> int:
         with contextlib.suppress(OSError):  # the disk may be what failed
             if trainer.run is not None and status == 1:
                 trainer.run.write_status("failed", trainer.step, error=str(error).splitlines()[0] if str(error) else "")
+            elif trainer.log_file is not None and status == EXIT_STATUS:
+                trainer.run.write_status("stopped", trainer.step, signal=str(error))
         _leave(status)
     if world.rank == 0:
         print(_farewell(end), end="")
@@ -206,17 +208,16 @@ def _farewell(end: dict) -> str:
 
 def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
     """Say what happened, once, and choose the exit status."""
-    from titan_prores.stopping import Stopped
+    from titan_prores.stopping import EXIT_STATUS, Stopped
 
     if isinstance(error, (ConfigError, ConfigErrors)):
         # Most are found by all ranks alike, some by the one that met them: the first to say so speaks for all.
         first = trainer.failures.report(rank, trainer.stage, str(error)).rank if trainer.failures else 0
         return refuse(getattr(error, "errors", [error]), say=rank == first)
-    if isinstance(error, (KeyboardInterrupt, Stopped)):
+    if isinstance(error, Stopped):
         if rank == 0:
-            what = str(error) or "Ctrl-C"
-            logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", what, trainer.stage)
-        return 130
+            logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", error, trainer.stage)
+        return EXIT_STATUS
     from titan_prores.failures import report_failure
 
     report_failure(error, rank, trainer.stage, trainer.failures, trainer.log_file)

@@ -1,4 +1,4 @@
-"""The L2 norm of gradients, in fp32 whatever they are in."""
+"""The L2 norm of gradients, in fp32 whatever they are in, and clipping by it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale gradients in place so that their L2 norm is at most max_norm; 0 = leave them as they are. Collective.
+
+    Gradients that are not finite are left as they are: scaled by their norm, one of them would make all of them so.
+
+    Returns:
+        The norm before that, over all ranks, fp32 scalar.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(parameter.grad for parameter in parameters)
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=0.0))
+    return norm
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

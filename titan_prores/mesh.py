@@ -60,6 +60,7 @@ class Mesh:
         device_mesh: the same as torch sees it; every axis is there, of degree 1 too.
         device: this rank's device.
         store: key-value store that all ranks share; None on a fake process group.
+        is_first_with_data: whether no rank before this one sees the same samples.
     """
 
     def __init__(self, degrees: Mapping[str, int], device: torch.device, store: dist.Store | None) -> None:
@@ -77,6 +78,7 @@ class Mesh:
         if degrees.get("tp", 1) > 1:
             # DTensor finds it and sums a norm over both axes at once: one collective, one result on all ranks.
             self._groups.append(self.device_mesh["dp_shard", "tp"]._flatten("dp_shard_tp").get_group())
+        self.is_first_with_data = self.device_mesh.get_local_rank("tp") == 0
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
@@ -90,6 +92,14 @@ class Mesh:
         if self.data_size > 1:
             dist.all_reduce(tensor, group=self._data_group)
         return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone; every rank gets its picklable result.

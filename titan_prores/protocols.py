@@ -6,7 +6,7 @@ is what the `__init__` of its protocol lists. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -197,11 +197,14 @@ class Checkpointer(Protocol):
             ConfigError: what the recipe asks for cannot be had, or would start over existing checkpoints.
         """
 
+    def last_good(self) -> int | None:
+        """Step of this run's newest whole checkpoint with finite numbers, or None; the same on all ranks."""
+
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given as meta."""
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fill model and optimizer in place."""
+        """Fill model and optimizer in place, whatever they held."""
 
     def initialize(self, model: nn.Module) -> None:
         """At a fresh start, with the weights drawn: take others where the recipe says so. Raises ConfigError."""
@@ -228,8 +231,14 @@ class Validator(Protocol):
 
     def __init__(self, config: ValidatorSection) -> None: ...
 
-    def validate(self, model: nn.Module, loss: Loss, data: Any, mesh: Mesh, batch_size: int) -> dict[str, float]:
-        """Collective. `data` is the held-out `titan_prores.data.TokenWindows`. Returns the keys of a metrics row."""
+    def validate(
+        self, model: nn.Module, loss: Loss, data: Any, mesh: Mesh, batch_size: int, stopping: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """Collective. `data` is the held-out `titan_prores.data.TokenWindows`. Returns the keys of a metrics row.
+
+        All ranks may ask `stopping()` before each batch: where it is true, for all of them, the run is to end, and None
+        is the answer. A validator that does not ask is waited for.
+        """
 
 
 class Metric:

@@ -48,10 +48,16 @@ class Training(Section):
         None, "of weights and activations in forward and backward; default as training.dtype"
     )
     mixed_precision_reduce: Dtype = setting("float32", "in which gradients are summed over ranks")
-    on_nonfinite: Literal["stop", "skip"] = setting(
-        "stop", "what to do when loss or gradient norm is not finite: end the run, or pass over the batch"
+    on_nonfinite: Literal["stop", "skip", "rewind"] = setting(
+        "stop",
+        "what to do when loss or gradient norm is not finite: end the run, pass over the batch, or go back to the last "
+        "good checkpoint and pass over the batch on the way",
     )
     max_nonfinite_skips: int = setting(10, "with skip: batches passed over in a row before the run ends", ge=1)
+    max_nonfinite_rewinds: int = setting(3, "with rewind: how often to the same checkpoint before the run ends", ge=1)
+    rewind_batches: int = setting(
+        1, "with rewind: batches to pass over, the offending one and those before it", unit="batches", ge=1
+    )
     deterministic: bool = setting(False, "use deterministic kernels only; slower on CUDA")
     gc_freq: int = setting(
         50, "run Python's garbage collector every so many steps instead of at random; 0 = leave it alone",
@@ -510,6 +516,15 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     for section, kind in SETS.items():
         on, off = _resolve_set(section, kind, tree, errors, origins)
         sets[section], disabled[section] = tuple(on), tuple(off)
+    if (
+        sections["training"].on_nonfinite == "rewind"
+        and "checkpoint" in slots
+        and not slots["checkpoint"].config.enabled
+    ):
+        errors.append(ConfigError(
+            "training.on_nonfinite", "needs checkpoints to go back to, and checkpoint.enabled is false",
+            value="rewind", allowed="stop, skip", where=tree.origin(("training", "on_nonfinite")),
+        ))  # fmt: skip
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)
     _refuse_if_any(errors)
     imports = dict.fromkeys(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 
+from titan_prores.log import logger
 from titan_prores.protocols import Metric
+from titan_prores.recipe import Recipe
 from titan_prores.run_folder import RunFolder
+from titan_prores.transform import Transform
 
 
 class Records:
@@ -18,14 +21,28 @@ class Records:
 
     Args:
         metrics: all of them; probes measure on every rank, sinks write on rank 0.
+        recipe: of the run.
         is_main: whether this is rank 0.
     """
 
-    def __init__(self, metrics: Sequence[Metric], *, is_main: bool) -> None:
-        self.metrics, self.is_main = metrics, is_main
+    def __init__(self, metrics: Sequence[Metric], recipe: Recipe, *, is_main: bool) -> None:
+        self.metrics, self.recipe, self.is_main = metrics, recipe, is_main
 
-    def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
-        """Rank 0: see `Metric.start`."""
+    def start(self, run: RunFolder, start_step: int, end_step: int, n_layers: int) -> None:
+        """Rank 0: start the components; rows past `start_step`, which will be trained again, are moved aside.
+
+        Args:
+            run: the run's folder.
+            start_step: completed updates.
+            end_step: the last one of this run.
+            n_layers: of the model.
+        """
+        if moved := run.set_aside_metrics(start_step):
+            logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, start_step)
+        info = {
+            "total_steps": self.recipe.training.steps, "end_step": end_step, "start_step": start_step,
+            "n_layers": n_layers, "log_freq": self.recipe.metrics.log_freq, "recipe": self.recipe.to_dict(),
+        }  # fmt: skip
         for metric in self.metrics:
             metric.start(run, info)
 
@@ -41,6 +58,22 @@ class Records:
         for metric in self.metrics if self.is_main else ():
             metric.write(row)
 
+    def write_step(self, row: dict[str, Any], transforms: Iterable[Transform], probed: Mapping[str, Any]) -> None:
+        """Show the row of a step with what transforms and probes add to it; nothing on ranks other than 0."""
+        if not self.is_main:
+            return
+        step = row["step"]
+        for transform in transforms:
+            detailed = step % self.recipe.metrics.log_freq == 0
+            add(row, transform.row(step, detailed=detailed), type(transform).__name__)
+        add(row, probed, "a probe")
+        self.write(row)
+
+    def close(self) -> None:
+        """Rank 0: end the components; `start` may follow."""
+        for metric in self.metrics if self.is_main else ():
+            metric.close()
+
     @contextmanager
     def closing(self) -> Iterator[None]:
         """Close the components however the run ends; what goes wrong in that must not hide why it ended."""
@@ -51,8 +84,7 @@ class Records:
                 with suppress(Exception):
                     metric.close()
             raise
-        for metric in self.metrics if self.is_main else ():
-            metric.close()
+        self.close()
 
 
 def add(row: dict[str, Any], more: Mapping[str, Any], source: str) -> None:

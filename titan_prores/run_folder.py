@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -110,6 +111,12 @@ class RunFolder:
             status = {"state": state, "step": step, **facts, "time": now}
             _write_atomically(self.path / "status.json", (json.dumps(status, indent=1) + "\n").encode())
 
+    def note_start(self, recipe: Recipe, mesh: Mapping[str, int], step: int) -> None:
+        """Write what runs here from `step` on: recipe, surroundings with the mesh's degrees, status."""
+        self.write_recipe(recipe)
+        self.write_env(mesh)
+        self.write_status("running", step)
+
     def write_recipe(self, recipe: Recipe) -> None:
         """Write the resolved recipe, every default filled in, each value with where it came from.
 
@@ -165,6 +172,19 @@ class RunFolder:
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError("job.dump_folder", problem, value=str(self.path))
+
+
+def plain(value: Any) -> Any:
+    """Strict JSON's nearest to `value`: tensor and array scalars as numbers, the not finite as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # tensors and numpy's arrays and scalars
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _row_step(line: bytes) -> int | None:

@@ -43,6 +43,16 @@ class Saver:
         self._saved_at = time.monotonic()
         self.checkpointer.save(step, model, optimizer, meta)
 
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """As `Checkpointer.load`."""
+        self.checkpointer.load(step, model, optimizer)
+
+    def last_good(self) -> tuple[int | None, dict[str, Any]]:
+        """The newest whole checkpoint with finite numbers, one that is being written included, and its meta."""
+        self.finish()
+        step = self.checkpointer.last_good() if self.checkpointer is not None else None
+        return step, {} if step is None else self.checkpointer.read_meta(step)
+
     def before_update(self) -> None:
         """As `Checkpointer.before_update`."""
         if self.checkpointer is not None:

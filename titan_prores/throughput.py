@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -78,9 +80,18 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Throughput:
-    """Stopwatch of the training loop. Runs from its making; validation and checkpoints are left out with `paused`."""
+    """Stopwatch of the training loop. Runs from its making; validation and checkpoints are left out with `paused`.
 
-    def __init__(self) -> None:
+    Args:
+        device: of this rank.
+        n_devices: of all ranks.
+        flops_per_token: of the model, forward and backward.
+    """
+
+    def __init__(self, device: torch.device, n_devices: int, flops_per_token: float) -> None:
+        self.device, self.n_devices, self.flops_per_token = device, n_devices, flops_per_token
+        self.peak = peak_flops(device)
+        self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
         self._last = time.perf_counter()
         self._paused_seconds = 0.0
 
@@ -93,13 +104,24 @@ class Throughput:
         finally:
             self._paused_seconds += time.perf_counter() - start
 
-    def step(self, tokens: int) -> tuple[float, float]:
+    def step(self, tokens: int) -> dict[str, float]:
         """End a step in which all ranks together trained on `tokens`.
 
         Returns:
-            Its length in seconds, pauses left out, and tokens per second of all ranks together.
+            For its row: its length `step_seconds`, pauses left out, `tokens_per_second` of all ranks together,
+            `memory_gib` of this one, and `mfu` where the device's peak is known.
         """
         now = time.perf_counter()
         seconds = max(now - self._last - self._paused_seconds, 1e-9)
         self._last, self._paused_seconds = now, 0.0
-        return seconds, tokens / seconds
+        self.speeds.append(tokens / seconds)
+        found = {
+            "tokens_per_second": self.speeds[-1], "step_seconds": seconds, "memory_gib": memory_gib(self.device)
+        }  # fmt: skip
+        if self.peak is not None:
+            found["mfu"] = mfu(self.speeds[-1], self.flops_per_token, self.n_devices, self.peak)
+        return found
+
+    def median(self) -> float | None:
+        """Median tokens per second of the latest 1000 steps; None before the first."""
+        return statistics.median(self.speeds) if self.speeds else None

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
-from collections import deque
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_prores import mesh as mesh_module
-from titan_prores import throughput
-from titan_prores.build import build_components, choose_checkpoint, prepare_data, transform_model
+from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
 from titan_prores.data import TokenWindows, microbatches
-from titan_prores.errors import ConfigError
 from titan_prores.failures import FailureBoard
-from titan_prores.grad_norm import total_norm
-from titan_prores.init import allocate, init_weights, name_seed, unfilled_buffers
+from titan_prores.grad_norm import clip, total_norm
+from titan_prores.init import name_seed
 from titan_prores.log import logger, setup
 from titan_prores.mesh import World
-from titan_prores.nonfinite import NonFinitePolicy
+from titan_prores.nonfinite import NonFinitePolicy, keep_batch
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
-from titan_prores.records import Records, add, perplexity
+from titan_prores.records import Records, perplexity
 from titan_prores.run_folder import RunFolder
 from titan_prores.saving import Saver
 from titan_prores.stopping import Agreement, StopRequest
+from titan_prores.throughput import Throughput
 from titan_prores.transform import computing
 from titan_prores.watchdog import Watchdog
 
@@ -57,7 +55,6 @@ class Trainer:
         self.stopped: str | None = None
         self.log_file: Path | None = None
         self.last_validation: dict[str, float] = {}
-        self.speeds: deque[float] = deque(maxlen=1000)  # tokens/s of the latest steps
 
     def build(self) -> None:
         """Everything up to the first step; what can be refused is refused before text is tokenised.
@@ -74,13 +71,14 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
-        self.records = Records(self.parts.metrics, is_main=self.mesh.is_main)
+        self.records = Records(self.parts.metrics, recipe, is_main=self.mesh.is_main)
         self.failures = FailureBoard(self.mesh.store)
         self.agreement = Agreement(self.mesh.store, world.rank, world.size)
         self.watchdog = Watchdog(
             self.mesh.store, world.rank, world.size, recipe.comm.init_timeout_seconds, self.mesh.groups()
         ).start()
         self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
+        self.microbatches_a_step = self.batch_size // (recipe.training.local_batch_size * self.mesh.data_size)
         applied = transform_model(recipe, self.parts, self.mesh)
 
         self.run = RunFolder(Path(recipe.job.dump_folder), is_main=self.mesh.is_main)
@@ -91,21 +89,19 @@ class Trainer:
         checkpointer = checkpoint.build(run=self.run, mesh=self.mesh) if checkpoint.config.enabled else None
         self.saver = Saver(checkpointer, checkpoint.config, self.agreement)
         resume_step, meta = choose_checkpoint(checkpointer, recipe, self.batch_size, self.run, self.mesh)
+        self.step = resume_step or 0
         self._begin("preparing data", patient=True)  # tokenising takes its time
         self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, meta)
 
         self._begin("building the model")
         for line in applied:
             logger.info(line)
-        self.model = self._materialize(self.parts.model)
+        self.model = materialize(recipe, self.parts, self.mesh.device)
         self.optimizer = self.parts.optimizer.build(self.model.named_parameters())
         for group in self.optimizer.param_groups:
             group["peak_lr"] = group["lr"]
         if resume_step is not None:
-            self._begin("loading the checkpoint")
-            checkpointer.load(resume_step, self.model, self.optimizer)
-            self.step, self.samples = resume_step, meta["samples"]
-            self.nonfinite.skipped_in_a_row = meta["skipped_in_a_row"]
+            self._load(resume_step, meta)
         elif checkpointer is not None:
             checkpointer.initialize(self.model)
 
@@ -114,59 +110,57 @@ class Trainer:
         self.stage = stage
         self.watchdog.mark(self.step, stage, patient=patient)
 
-    def _materialize(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give the transformed meta model storage, weights and buffers."""
-        allocate(model, self.mesh.device, self.parts.parameter_device)
-        init_weights(model, model.init_rules(), self.recipe.training.seed)
-        model.fill_buffers()
+    def _load(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._begin("loading the checkpoint")
+        self.saver.load(step, self.model, self.optimizer)
         for transform in self.transforms:
-            transform.on_materialize(model)
-        if unfilled := unfilled_buffers(model):
-            raise ConfigError("model", f"its fill_buffers leaves {', '.join(unfilled[:3])} unset")
-        return model.train()
+            transform.after_load()
+        self.step, self.samples = step, meta["samples"]
+        self.nonfinite.load_state(meta)
 
     def train(self) -> dict[str, Any]:
         """Train to `training.steps` or `training.stop_after`; returns what to say at the end."""
         recipe, training = self.recipe, self.recipe.training
-        end = min(training.steps, training.stop_after or training.steps)
-        info = {
-            "total_steps": training.steps, "end_step": end, "start_step": self.step, "n_layers": len(self.model.layers),
-            "log_freq": recipe.metrics.log_freq, "recipe": recipe.to_dict(),
-        }  # fmt: skip
+        self.end = min(training.steps, training.stop_after or training.steps)
         self._begin("opening the run's records")
-        self.mesh.on_main(lambda: self._open_records(info))
-        if self.step >= end:
-            logger.info("nothing left to train: step %d of %d is done", self.step, end)
+        self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
+        self.mesh.on_main(lambda: self.records.start(self.run, self.step, self.end, len(self.model.layers)))
+        logger.info("%d tokens a step on %d ranks", self.batch_size * training.seq_len, self.mesh.size)
+        if self.step >= self.end:
+            logger.info("nothing left to train: step %d of %d is done", self.step, self.end)
         validation = recipe.slots["validation"].config
         if training.gc_freq:
             gc.disable()
         first_step = self.step + 1
-        self.loader = microbatches(
-            self.windows, seed=training.seed, start_position=self.samples, local_batch_size=training.local_batch_size,
-            data_rank=self.mesh.data_rank, data_ranks=self.mesh.data_size,
-            num_workers=recipe.slots["dataset"].config.num_workers,
-        )  # fmt: skip
         with ExitStack() as stack:
             stack.callback(gc.enable)
             stack.callback(self.watchdog.close)
-            stack.enter_context(closing(self.loader))
+            self._open_loader()
+            stack.callback(lambda: self.loader.close())
             stack.enter_context(self.records.closing())
             profile = stack.enter_context(
                 profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step)
             )
-            self.clock = throughput.Throughput()
+            self.clock = Throughput(self.mesh.device, self.mesh.size, self.model.flops_per_token())
             self.stop_request.can_wait = True
-            while self.step < end and not self.stopped:
+            while self.step < self.end and not self.stopped:
                 self._begin(f"step {self.step + 1}")
-                self.train_step()
+                if self.samples in self.nonfinite.pass_over:
+                    self.pass_over_batch()
+                else:
+                    self.train_step()
                 self.stopped = self.agreement.after_step(self.step, "stop", self.stop_request.name)
-                last = self.step == end or self.stopped is not None
                 with self.clock.paused():
                     profile.step()
-                    if validation.enabled and not self.stopped and (last or self.step % validation.freq == 0):
+                    if self.nonfinite.offending is not None:
+                        self.rewind()
+                        continue
+                    due = self.step == self.end or self.step % validation.freq == 0
+                    if validation.enabled and due and not self.stopped:
                         self._begin(f"validation after step {self.step}")
                         self.validate()
-                    if self.saver.due(self.step, last=last):
+                    if self.saver.due(self.step, last=self.step == self.end or self.stopped is not None):
                         self._begin(f"saving the checkpoint of step {self.step}")
                         self.save()
                     if self.step == first_step:
@@ -176,9 +170,8 @@ class Trainer:
                     gc.collect()
             self._begin("waiting for the last checkpoint")
             self.saver.finish()
-        speed = statistics.median(self.speeds) if self.speeds else None
         return {
-            "step": self.step, "run_folder": str(self.run.path), "tokens_per_second": speed,
+            "step": self.step, "run_folder": str(self.run.path), "tokens_per_second": self.clock.median(),
             "validation": self.last_validation, "stopped": self.stopped,
         }  # fmt: skip
 
@@ -192,7 +185,7 @@ class Trainer:
         # Random numbers depend on what is computed, not on what was computed before: no state to save.
         torch.manual_seed(name_seed(self.recipe.training.seed, f"step {self.step} rank {self.mesh.data_rank}"))
 
-        count = self.batch_size // (self.recipe.training.local_batch_size * self.mesh.data_size)
+        sample, count = self.samples, self.microbatches_a_step
         batches = [[t.to(self.mesh.device, non_blocking=True) for t in next(self.loader)] for _ in range(count)]
         valid = sum((labels_BS != -100).sum() for _, labels_BS in batches)
         valid = self.mesh.sum_over_data(valid)
@@ -206,7 +199,8 @@ class Trainer:
             loss_sum += loss.detach()
 
         probed = self.records.measure(self.step + 1, self.model)
-        grad_norm = self._clip_gradients()
+        grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm)
+        local_loss = loss_sum.clone()
         loss_sum = self.mesh.sum_over_data(loss_sum)
         numbers = torch.stack([loss_sum, grad_norm.to(loss_sum.device)])
         loss_value, norm_value = numbers.tolist()  # the one wait for the device
@@ -214,58 +208,57 @@ class Trainer:
         self.saver.before_update()
         if finite:
             self.optimizer.step()
+        else:
+            folder = self.run.path / "nonfinite" / f"step-{self.step + 1:08d}"
+            facts = {"step": self.step + 1, "loss": loss_value, "grad_norm": norm_value, "first_sample": sample}
+            keep_batch(folder, batches, facts, local_loss.item(), self.model, self.mesh)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.samples += self.batch_size
         for transform in self.transforms:
             transform.after_step(self.step)
         self._log_step(loss_value, norm_value, probed, skipped=not finite)
-        self.nonfinite.judge(self.step, finite=finite, loss=loss_value, grad_norm=norm_value)
+        self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
 
-    def _clip_gradients(self) -> torch.Tensor:
-        """Scale gradients to max_norm; returns their L2 norm before that, over all ranks, fp32 scalar."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = total_norm([p.grad for p in parameters])
-        if self.recipe.training.max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_norm, norm)
-        return norm
+    def pass_over_batch(self) -> None:
+        """Take the microbatches of update number `self.step + 1`, and leave the weights as they are."""
+        for _ in range(self.microbatches_a_step):
+            next(self.loader)
+        self.mesh.barrier()  # every step ends together, as `Agreement` relies on
+        self.step += 1
+        self.samples += self.batch_size
+        logger.warning("step %d: its batch was not finite before and is passed over", self.step)
+        tokens = self.samples * self.recipe.training.seq_len
+        self.records.write({"step": self.step, "skipped": True, "tokens": tokens})
 
-    def _open_records(self, info: dict[str, Any]) -> None:
-        """Rank 0: write what the run is, and take rows of steps that will be trained again out of metrics.jsonl."""
-        moved = self.run.set_aside_metrics(self.step)
-        if moved:
-            logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, self.step)
-        self.run.write_recipe(self.recipe)
-        self.run.write_env(self.mesh.degrees)
-        self.run.write_status("running", self.step)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        logger.info(
-            "%s: %.2fM parameters, %d ranks on %s, %d tokens a step", self.recipe.slots["model"].name, parameters / 1e6,
-            self.mesh.size, self.mesh.device.type, self.batch_size * self.recipe.training.seq_len,
+    def rewind(self) -> None:
+        """Go back to the last good checkpoint, from where the batch that was not finite will be passed over."""
+        self._begin("going back to the last good checkpoint", patient=True)  # it is read and verified first
+        step, meta = self.saver.last_good()
+        self.nonfinite.rewind(step, self.batch_size)
+        self._load(step, meta)
+        self.loader.close()
+        self._open_loader()
+        self.records.close()
+        self.mesh.on_main(lambda: self.records.start(self.run, self.step, self.end, len(self.model.layers)))
+        self.last_validation = {}
+
+    def _open_loader(self) -> None:
+        """Microbatches from the position in the data on."""
+        training = self.recipe.training
+        self.loader = microbatches(
+            self.windows, seed=training.seed, start_position=self.samples, local_batch_size=training.local_batch_size,
+            data_rank=self.mesh.data_rank, data_ranks=self.mesh.data_size,
+            num_workers=self.recipe.slots["dataset"].config.num_workers,
         )  # fmt: skip
-        self.records.start(self.run, info)
 
     def _log_step(self, loss: float, grad_norm: float, probed: dict[str, Any], skipped: bool) -> None:
-        tokens = self.batch_size * self.recipe.training.seq_len
-        seconds, speed = self.clock.step(tokens)
-        self.speeds.append(speed)
-        if not self.mesh.is_main:
-            return
+        speed = self.clock.step(self.batch_size * self.recipe.training.seq_len)
         row = {
-            "step": self.step, "loss": loss, "perplexity": perplexity(loss),
-            "grad_norm": grad_norm, "lr": self.optimizer.param_groups[-1]["lr"],
-            "tokens": self.samples * self.recipe.training.seq_len, "tokens_per_second": speed, "step_seconds": seconds,
-            "memory_gib": throughput.memory_gib(self.mesh.device),
+            "step": self.step, "loss": loss, "perplexity": perplexity(loss), "grad_norm": grad_norm,
+            "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len, **speed,
         }  # fmt: skip
-        if (peak := throughput.peak_flops(self.mesh.device)) is not None:
-            row["mfu"] = throughput.mfu(speed, self.model.flops_per_token(), self.mesh.size, peak)
-        if skipped:
-            row["skipped"] = True
-        detailed = self.step % self.recipe.metrics.log_freq == 0
-        for transform in self.transforms:
-            add(row, transform.row(self.step, detailed=detailed), type(transform).__name__)
-        add(row, probed, "a probe")
-        self.records.write(row)
+        self.records.write_step(row | ({"skipped": True} if skipped else {}), self.transforms, probed)
 
     def validate(self) -> None:
         """Measure on held-out text and write a validation row."""
@@ -273,21 +266,27 @@ class Trainer:
             return
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         with computing(self.transforms):
-            self.last_validation = self.parts.validator.validate(
-                self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size
-            )
+            found = self.parts.validator.validate(
+                self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size,
+                lambda: self.mesh.any(self.stop_request.name is not None),
+            )  # fmt: skip
         for transform in self.transforms:
             transform.after_evaluation()
+        if found is None:
+            self.stopped = next(name for name in self.mesh.gather(self.stop_request.name) if name)
+            logger.info("validation after step %d is cut short by %s", self.step, self.stopped)
+            return
+        self.last_validation = found
         self.records.write({"step": self.step, "validation": True, **self.last_validation})
 
     def save(self) -> None:
         """Write a full checkpoint."""
-        skipped = self.nonfinite.skipped_in_a_row
+        weights_are_finite = bool(total_norm(self.model.parameters()).isfinite())
         meta = {
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
-            "data": self.data.fingerprint, "mesh": self.mesh.degrees, "skipped_in_a_row": skipped,
-            "finite": not skipped, "validation_loss": self.last_validation.get("validation_loss"),
-            "recipe": self.recipe.to_dict(),
+            "data": self.data.fingerprint, "mesh": self.mesh.degrees, **self.nonfinite.state(self.samples),
+            "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
+            "validation_loss": self.last_validation.get("validation_loss"), "recipe": self.recipe.to_dict(),
         }  # fmt: skip
         self.saver.save(self.step, self.model, self.optimizer, meta)
 

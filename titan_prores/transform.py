@@ -129,6 +129,9 @@ class Transform:
     def on_materialize(self, model: nn.Module) -> None:
         """The model's storage was allocated and its weights drawn; refill whatever lives outside of them."""
 
+    def after_load(self) -> None:
+        """Weights were filled from a checkpoint: forget what was reckoned from others."""
+
     def before_step(self, step: int) -> None:
         """Before the first microbatch of the update after `step` completed ones."""
 

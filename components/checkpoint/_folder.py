@@ -184,12 +184,21 @@ class CheckpointFolder:
         """
         if keep_latest == 0:
             return []
-        whole = {step: self.meta(step) for step in self.steps() if not self.problems(step, hashes=False)}
-        good = [step for step, meta in whole.items() if meta.get("finite")]
+        whole = self._finite()
+        good = list(whole)
         kept = set(good[-keep_latest:]) | {step for step in good if keep_every and step % keep_every == 0}
         losses = {step: loss for step in good if (loss := whole[step].get("validation_loss")) is not None}
         ranked = sorted(losses, key=losses.__getitem__)
         return [step for step in good if step not in kept | set(ranked[:keep_best])]
+
+    def finite(self) -> list[int]:
+        """Checkpoints with finite numbers whose files have the right sizes, in ascending order."""
+        return list(self._finite())
+
+    def _finite(self) -> dict[int, dict[str, Any]]:
+        """The same with what each says of itself."""
+        whole = {step: self.meta(step) for step in self.steps() if not self.problems(step, hashes=False)}
+        return {step: meta for step, meta in whole.items() if meta.get("finite")}
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint; half of one never looks like one."""

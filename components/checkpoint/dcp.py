@@ -95,6 +95,10 @@ class DistributedCheckpoint:
             value=self.config.resume, allowed="another step, or checkpoint.verify = never to read them all the same",
         )  # fmt: skip
 
+    def last_good(self) -> int | None:
+        steps = self.mesh.on_main(self.folder.finite)
+        return next((step for step in reversed(steps) if not self._problems(step)), None)
+
     def _candidates(self) -> tuple[list[int], str]:
         """Steps to try, in this order, with the reason for the one that is whole; none for a start at 0.
 

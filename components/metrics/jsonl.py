@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from titan_prores.config import Section
 from titan_prores.protocols import Metric
 from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+from titan_prores.run_folder import RunFolder, plain
 
 
 @register("metrics", "jsonl")
@@ -41,16 +40,3 @@ class JsonLines(Metric):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def plain(value: Any) -> Any:
-    """Strict JSON's nearest to `value`: tensor and array scalars as numbers, the not finite as strings."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if hasattr(value, "tolist"):  # tensors and numpy's arrays and scalars
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value

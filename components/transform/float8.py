@@ -214,6 +214,9 @@ class Float8(Transform):
 
     # --- Scales of weights that FSDP2 gathers in float8 -------------------------------------------------------------
 
+    def after_load(self) -> None:
+        self.scales_are_current = False
+
     def before_step(self, step: int) -> None:
         if not self.scales_are_current:  # of a new or a loaded run, whose optimizer has not stepped yet
             self._precompute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +33,10 @@ class Perplexity:
 
     @torch.no_grad()
     def validate(
-        self, model: nn.Module, loss: Loss, data: TokenWindows, mesh: Mesh, batch_size: int
-    ) -> dict[str, float]:
-        """Loss in nats a token, perplexity, and the number of tokens scored.
+        self, model: nn.Module, loss: Loss, data: TokenWindows, mesh: Mesh, batch_size: int,
+        stopping: Callable[[], bool],
+    ) -> dict[str, float] | None:  # fmt: skip
+        """Loss in nats a token, perplexity, and the number of tokens scored; None where the run is to end.
 
         alpha of ProRes stays where training has it.
         """
@@ -47,6 +49,9 @@ class Perplexity:
         training = model.training
         model.eval()
         for first in range(0, n_windows, batch_size * mesh.data_size):
+            if stopping():
+                model.train(training)
+                return None
             mine = range(first + mesh.data_rank * batch_size, first + (mesh.data_rank + 1) * batch_size)
             # Every rank runs the same number of forward passes; past the end it scores nothing.
             samples = [data[min(window, n_windows - 1)] for window in mine]

@@ -326,7 +326,9 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     finished = finish(process)
-    assert finished.status == 130 and "stopped by SIGTERM in preparing data" in finished.text
+    assert finished.status == 75 and "stopped by SIGTERM in preparing data" in finished.text
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["step"], status["signal"]) == ("stopped", 0, "SIGTERM")
 
 
 ENDLESS_TEXT = """
@@ -438,7 +440,7 @@ class Accuracy:
     def __init__(self, config):
         pass
 
-    def validate(self, model, loss, data, mesh, batch_size):
+    def validate(self, model, loss, data, mesh, batch_size, stopping):
         return {"accuracy": 0.25}
 '''
 

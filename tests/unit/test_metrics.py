@@ -220,13 +220,17 @@ def test_layer_grad_norm():
 def test_throughput_leaves_pauses_out(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    meter = Throughput()
+    meter = Throughput(torch.device("cpu"), 1, 0)
     now[0] += 2
     with meter.paused():
         now[0] += 50
-    assert meter.step(1000) == (2.0, 500.0)
+    found = meter.step(1000)
+    assert (found["step_seconds"], found["tokens_per_second"]) == (2.0, 500.0)
     now[0] += 4
-    assert meter.step(1000) == (4.0, 250.0), "a pause counts for the step it fell into only"
+    found = meter.step(1000)
+    assert (found["step_seconds"], found["tokens_per_second"]) == (4.0, 250.0), (
+        "a pause counts for the step it fell into only"
+    )
 
 
 @pytest.mark.parametrize(
