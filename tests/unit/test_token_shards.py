@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from titan_prores.build import prepare_data
 from titan_prores.data import TokenCache, TokenStream, prepare
 from titan_prores.errors import ConfigError
 from titan_prores.protocols import DatasetSection
@@ -113,6 +115,34 @@ def test_is_built_once_and_anew_when_anything_changes(tmp_path):
     assert len({first.fingerprint, changed[1].fingerprint, changed[2].fingerprint}) == 3
 
 
+def test_says_who_built_it(tmp_path):
+    assert make(tmp_path).just_built
+    assert not make(tmp_path).just_built
+
+
+@pytest.mark.parametrize(("just_built", "reads"), [((False, True), 0), ((False, False), 1)])
+def test_what_any_rank_has_just_built_is_not_read_again(tmp_path, monkeypatch, just_built, reads):
+    """Seen from the rank that did not build it."""
+    read = []
+    monkeypatch.setattr(TokenCache, "verify", lambda cache, part, parts: read.append((part, parts)))
+    ranks = SimpleNamespace(
+        is_main=False, rank=1, size=2, gather=lambda own: list(just_built) if isinstance(own, bool) else [own] * 2
+    )
+    config = DatasetSection(cache_folder=str(tmp_path))
+    part = SimpleNamespace(config=config, name="listed")
+    recipe = SimpleNamespace(
+        slots={
+            "dataset": part,
+            "tokenizer": part,
+            "validation": SimpleNamespace(config=SimpleNamespace(enabled=False)),
+        },
+        training=SimpleNamespace(seq_len=8),
+    )
+    components = SimpleNamespace(dataset=Listed(TEXTS), tokenizer=Words())
+    prepare_data(recipe, components, ranks, {})
+    assert read == [(1, 2)] * reads
+
+
 def test_reads_across_shard_borders(tmp_path):
     cache = make(tmp_path)
     index = json.loads((cache.folder / "index.json").read_text())
@@ -168,6 +198,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from test_token_shards import Listed, TEXTS, make
 from pathlib import Path
+from types import SimpleNamespace
 make(Path(sys.argv[1]), Listed(TEXTS, pause_seconds=float(sys.argv[2])), say=lambda line: print(line, flush=True))
 """
 
