@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from titan_prores.build import prepare_data
 from titan_prores.data import TokenCache, TokenStream, prepare
 from titan_prores.errors import ConfigError
 from titan_prores.protocols import DatasetSection
@@ -123,6 +122,8 @@ def test_says_who_built_it(tmp_path):
 @pytest.mark.parametrize(("just_built", "reads"), [((False, True), 0), ((False, False), 1)])
 def test_what_any_rank_has_just_built_is_not_read_again(tmp_path, monkeypatch, just_built, reads):
     """Seen from the rank that did not build it."""
+    from titan_prores.build import prepare_data  # with torch, which the processes that import this file need not load
+
     read = []
     monkeypatch.setattr(TokenCache, "verify", lambda cache, part, parts: read.append((part, parts)))
     ranks = SimpleNamespace(
@@ -198,7 +199,6 @@ import sys
 sys.path.insert(0, {tests!r})
 from test_token_shards import Listed, TEXTS, make
 from pathlib import Path
-from types import SimpleNamespace
 make(Path(sys.argv[1]), Listed(TEXTS, pause_seconds=float(sys.argv[2])), say=lambda line: print(line, flush=True))
 """
 
