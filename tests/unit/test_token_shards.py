@@ -265,14 +265,14 @@ def test_a_race_has_one_winner(tmp_path):
 
 
 def test_waiting_can_be_interrupted(tmp_path):
-    builder = start_build(tmp_path, 0.05)
+    builder = start_build(tmp_path, 0.2)
     wait_for_unfinished(tmp_path, files=1)
     waiter = start_build(tmp_path, 0)
     assert "waiting" in waiter.stdout.readline()
     waiter.send_signal(signal.SIGINT)
-    assert waiter.wait(timeout=10) != 0
+    assert waiter.wait(timeout=60) != 0
     builder.send_signal(signal.SIGINT)  # and so can building, which tidies up
-    assert builder.wait(timeout=10) != 0
+    assert builder.wait(timeout=60) != 0
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
 
 
