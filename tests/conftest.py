@@ -1,9 +1,38 @@
-"""Options of the whole suite."""
+"""Options of the whole suite, how it is spread over workers, and what no file may leave to the next."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other cores have workers of their own
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what goes on in the background. What tests start, and interrupt, would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what is found")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With --dist loadgroup a file goes to one worker, as its tests share fixtures, unless it names a group itself."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A file that leaves one fails, and not those after it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("this file left a process group behind")

@@ -248,7 +248,12 @@ def prepare_data(
 
 
 def _verify_together(cache: TokenCache, mesh: Mesh) -> None:
-    """Each rank reads its share of the shards; what one of them finds, all of them raise."""
+    """Each rank reads its share of the shards; what one of them finds, all of them raise.
+
+    What a rank has just written is not read again, by any of them: they share the folder.
+    """
+    if any(mesh.gather(cache.just_built)):
+        return
     problem = None
     try:
         cache.verify(mesh.rank, mesh.size)

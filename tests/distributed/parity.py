@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.integration.launch import rows
 from titan_prores import config, registry
 from titan_prores.init import init_weights
 from titan_prores.mesh import World
@@ -108,14 +108,14 @@ def train(
     trainer.run.close()
     if rank:
         return {}
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    found = rows(Path(run))
     return {
         "weights": weights, "gradients": CaptureGradients.captured,
-        "losses": [row["loss"] for row in rows if "loss" in row],
-        "grad_norms": [row["grad_norm"] for row in rows if "loss" in row],
-        "layer_grad_norms": [row["layer_grad_norm"] for row in rows if "layer_grad_norm" in row],
-        "validation": [row["validation_loss"] for row in rows if "validation_loss" in row],
-        "scored": [row["validation_tokens"] for row in rows if "validation_loss" in row],
+        "losses": [row["loss"] for row in found if "loss" in row],
+        "grad_norms": [row["grad_norm"] for row in found if "loss" in row],
+        "layer_grad_norms": [row["layer_grad_norm"] for row in found if "layer_grad_norm" in row],
+        "validation": [row["validation_loss"] for row in found if "validation_loss" in row],
+        "scored": [row["validation_tokens"] for row in found if "validation_loss" in row],
     }  # fmt: skip
 
 

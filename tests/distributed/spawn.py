@@ -48,7 +48,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         try:
             for process in processes:
                 process.start()
-            _wait(processes, timeout)
+            wait(processes, timeout)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -61,7 +61,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _wait(processes: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
+def wait(processes: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
+    """Wait until all have ended, but not longer than `timeout` seconds, or GRACE_SECONDS once one has failed."""
     deadline = time.monotonic() + timeout
     shortened = False
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:

@@ -5,7 +5,6 @@ Held against one process that runs the same recipe without any of them.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.spawn import run_ranks
+from tests.integration.launch import rows
 from titan_prores import config, registry
 from titan_prores.mesh import World
 from titan_prores.protocols import Metric
@@ -88,11 +88,11 @@ def train(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict
     trainer.run.close()
     if rank:
         return {}
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    found = rows(Path(run))
     return {
-        "losses": [row["loss"] for row in rows], "gradients": Gradients.found,
+        "losses": [row["loss"] for row in found], "gradients": Gradients.found,
         "log": (Path(run) / "train.log").read_text(), "shape": trainer.recipe.slots["model"].config,
-        "memory_gib": max(row["memory_gib"] for row in rows),
+        "memory_gib": max(row["memory_gib"] for row in found),
     }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from tests.distributed.spawn import run_ranks
 from titan_prores import trainer as trainer_module
 from titan_prores.init import init_weights, match_rules, name_seed
 
+pytestmark = pytest.mark.xdist_group("four ranks")
+
 LAYOUTS = {
     "one": (1, []),
     "fsdp2": (2, ["--parallelism.data_parallel_shard_degree=2"]),

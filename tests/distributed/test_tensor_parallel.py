@@ -18,7 +18,7 @@ from tests.distributed.spawn import run_ranks
 from titan_prores import trainer as trainer_module
 from titan_prores.init import init_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four ranks")]
 
 TP = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS = {
@@ -29,7 +29,8 @@ LAYOUTS = {
 }
 SMALL = [
     "--model.n_layers=2", "--training.seq_len=32", "--training.global_batch_size=8",
-    "--metrics.layer_grad_norm.every_steps=1",
+    "--metrics.layer_grad_norm.every_steps=1", "--training.steps=10", "--lr_scheduler.warmup_steps=10",
+    "--validation.freq=10",
 ]  # fmt: skip
 VARIANTS = {
     "pre": [BASELINE, "--model.norm=pre"],

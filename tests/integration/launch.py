@@ -1,24 +1,38 @@
-"""Runs scripts/train.py as a user does, and sees to it that no process of it is left."""
+"""Runs scripts/train.py as a user does, and sees to it that no process of it is left.
+
+`launch` starts it from nothing, under torchrun for several ranks. `fork` saves the seconds that imports take.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+
+from tests.distributed.spawn import wait
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "TITAN_PRORES_TEST_LAUNCH"
 TRAIN = REPOSITORY / "scripts" / "train.py"
 CORPUS = REPOSITORY / "tests" / "data" / "corpus.txt"
+# What a run of the debug recipe takes longest to import.
+PRELOADED = ["titan_prores.trainer", "components.checkpoint.dcp", "torch.distributed.checkpoint", "torch._dynamo"]
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -44,7 +58,7 @@ def command(*arguments: str, ranks: int = 1) -> list[str]:
 
 def start(*arguments: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen:
     """Start a launch whose processes can all be told by a mark in their environment; `finish` ends it."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
     process = subprocess.Popen(
         command(*arguments, ranks=ranks), cwd=cwd or REPOSITORY, env=environment, text=True,
@@ -93,6 +107,55 @@ def launch(*arguments: str, ranks: int = 1, cwd: Path | None = None, status: int
     finished = finish(start(*arguments, ranks=ranks, cwd=cwd))
     assert status is None or finished.status == status, f"status {finished.status}:\n{finished.text}"
     return finished
+
+
+def fork(
+    *arguments: str, ranks: int = 1, cwd: Path | None = None, status: int | None = 0, timeout: float = 120
+) -> Finished:
+    """As `launch`, in processes forked from one that has loaded torch, each with the environment of a rank of srun.
+
+    The status is that of the first rank, by number, that has another than 0.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="fork-") as folder:
+        streams = [Path(folder) / name for name in ("out", "err")]
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            of_all = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": unused.getsockname()[1]}
+        of_each = [of_all | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)] if ranks > 1 else [{}]
+        processes = [
+            context.Process(target=_train, args=(arguments, variables, cwd or REPOSITORY, streams))
+            for variables in of_each
+        ]
+        try:
+            for process in processes:
+                process.start()
+            wait(processes, timeout)
+            left = [process.pid for process in processes if process.is_alive()]
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        found = next((process.exitcode for process in processes if process.exitcode), 0)
+        finished = Finished(found, *(stream.read_text() for stream in streams))
+    assert not left, f"not done after {timeout} s, or after another rank:\n{finished.text}"
+    assert status is None or finished.status == status, f"status {finished.status}:\n{finished.text}"
+    return finished
+
+
+def _train(arguments: Sequence[str], variables: dict[str, Any], cwd: Path, streams: Sequence[Path]) -> None:
+    """scripts/train.py in this process, which ends with its exit status."""
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    torch.set_num_threads(1)
+    os.chdir(cwd)
+    sys.argv = [str(TRAIN), *arguments]
+    runpy.run_path(str(TRAIN), run_name="__main__")
 
 
 def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

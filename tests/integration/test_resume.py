@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import CORPUS, debug, finish, launch, losses, rows, start
+from tests.integration.launch import CORPUS, debug, fork, launch, losses, rows
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -24,7 +24,7 @@ def straight(folder: Path) -> dict[int, Path]:
     runs = {}
     for ranks in (1, 2):
         runs[ranks] = folder / f"straight-{ranks}"
-        launch(*debug(runs[ranks]), ranks=ranks)
+        fork(*debug(runs[ranks]), ranks=ranks)
         assert sorted(losses(runs[ranks])) == list(range(1, 21))
     return runs
 
@@ -34,7 +34,7 @@ def resumed(folder: Path, straight: Path, name: str, ranks: int, *overrides: str
     run = folder / name
     (run / "checkpoint").mkdir(parents=True)
     shutil.copytree(straight / "checkpoint/step-00000010", run / "checkpoint/step-00000010")
-    launch(*debug(run, "--checkpoint.resume=must", *overrides), ranks=ranks)
+    fork(*debug(run, "--checkpoint.resume=must", *overrides), ranks=ranks)
     return run
 
 
@@ -50,7 +50,7 @@ def test_stop_and_resume_is_bitwise_the_straight_run(ranks: int, folder: Path, s
     assert validation == [row for row in rows(straight[ranks]) if "validation_loss" in row]
     norms = [row["grad_norm"] for row in rows(run) if "loss" in row]
     assert norms == [row["grad_norm"] for row in rows(straight[ranks]) if "loss" in row]
-    done = launch(*debug(run), ranks=ranks)
+    done = fork(*debug(run), ranks=ranks)
     assert "nothing left to train" in done.text and losses(run) == losses(straight[ranks])
 
 
@@ -61,8 +61,7 @@ def test_stop_and_resume_is_bitwise_with_compile_and_activation_checkpointing(ra
     transforms = ["--transforms.compile.enabled=true", '--transforms.activation_checkpoint.mode="selective"']
 
     def run(name: str, *overrides: str) -> str:
-        finished = finish(start(*debug(folder / name, *transforms, *overrides), ranks=ranks), timeout=300)
-        assert finished.status == 0, finished.text
+        finished = fork(*debug(folder / name, *transforms, *overrides), ranks=ranks, timeout=300)
         # A layer and the loss, and both without gradients.
         assert "compile: 2 graphs after 2 steps" in finished.text and "2 more graphs for validation" in finished.text
         assert "compiled again" not in finished.text
@@ -91,14 +90,14 @@ def test_resume_from_fsdp2_to_tensor_parallel_to_one_process(folder: Path) -> No
     """Ten steps on each; after each change the losses are those of the run that goes on where it was."""
     steps = ("--training.steps=30",)
     runs = {name: folder / f"layouts-{name}" for name in ("fsdp2", "tp2", "one")}
-    launch(*debug(runs["fsdp2"], *steps, "--training.stop_after=20"), ranks=2)
+    fork(*debug(runs["fsdp2"], *steps, "--training.stop_after=20"), ranks=2)
     for before, after, step, ranks, layout in (
         ("fsdp2", "tp2", 10, 2, ["--parallelism.tensor_parallel_degree=2"]),
         ("tp2", "one", 20, 1, []),
     ):
         name = f"checkpoint/step-{step:08d}"
         shutil.copytree(runs[before] / name, runs[after] / name)
-        launch(*debug(runs[after], *steps, "--checkpoint.resume=must", *layout), ranks=ranks)
+        fork(*debug(runs[after], *steps, "--checkpoint.resume=must", *layout), ranks=ranks)
         control, found = losses(runs[before]), losses(runs[after])
         assert sorted(found) == list(range(step + 1, 31))
         changed = range(step + 1, step + 11)
@@ -119,15 +118,15 @@ def test_resume_with_other_microbatches_and_workers(folder: Path, straight: dict
 def test_resume_at_a_step_sets_later_work_aside(folder: Path, straight: dict[int, Path]) -> None:
     run = folder / "aside"
     shutil.copytree(straight[1], run)
-    finished = launch(*debug(run, "--checkpoint.resume=10", "--training.stop_after=15"))
+    finished = fork(*debug(run, "--checkpoint.resume=10", "--training.stop_after=15"))
     assert "resuming at step 10, as checkpoint.resume says" in finished.text
     assert losses(run) == {step: loss for step, loss in losses(straight[1]).items() if step <= 15}
     aside = rows(run, "metrics.after-step-10.jsonl")
     assert [row["step"] for row in aside if "loss" in row] == list(range(11, 21))
     assert (run / "checkpoint/set-aside-1/step-00000020/meta.json").is_file()
     # The newest is of the new course, not the one set aside.
-    assert "nothing left" in launch(*debug(run, "--training.stop_after=15")).text
-    assert "resuming at step 15" in launch(*debug(run)).text
+    assert "nothing left" in fork(*debug(run, "--training.stop_after=15")).text
+    assert "resuming at step 15" in fork(*debug(run)).text
     assert losses(run) == losses(straight[1])
 
 
@@ -137,7 +136,7 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "train.log"}
 
     def refused(*overrides: str) -> str:
-        finished = launch(*debug(run, *overrides), status=2)
+        finished = fork(*debug(run, *overrides), status=2)
         assert "Traceback" not in finished.text
         return finished.err
 
@@ -154,9 +153,9 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     # Where the text lies is free to change, what it says is not.
     (folder / "moved.txt").write_text(CORPUS.read_text())
     (folder / "changed.txt").write_text(CORPUS.read_text() + "\nOne more paragraph.\n")
-    launch(*debug(run, f"--dataset.files=['{folder / 'moved.txt'}']"))
+    fork(*debug(run, f"--dataset.files=['{folder / 'moved.txt'}']"))
     assert "not what it was" in refused(f"--dataset.files=['{folder / 'changed.txt'}']")
-    assert "nothing to resume" in launch(
+    assert "nothing to resume" in fork(
         *debug(folder / "empty", "--checkpoint.resume=must"), status=2
     ).err  # fmt: skip
     written_by_the_moved_run = ("recipe", "env", "status.json", "train.log", "events.")
@@ -177,7 +176,7 @@ def test_half_written_checkpoint_is_not_trusted(folder: Path, straight: dict[int
     (run / "checkpoint/step-00000020").rename(run / "checkpoint/.unfinished-step-00000020")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 21, "lo')  # a writer that was killed
-    finished = launch(*debug(run))
+    finished = fork(*debug(run))
     assert "resuming at step 10" in finished.text
     assert losses(run) == losses(straight[1])
     assert sorted(p.name for p in (run / "checkpoint").iterdir()) == ["step-00000010", "step-00000020"]
@@ -208,9 +207,9 @@ def test_random_numbers_of_a_model_resume_bitwise(folder: Path, straight: dict[i
     """They depend on seed, step and data rank alone, so there is no random state to save."""
     (folder / "dropout.py").write_text(DROPOUT)
     own = [f"--import={folder / 'dropout.py'}", "--model.name=dropout_llama"]
-    launch(*debug(folder / "dropout-straight", *own), ranks=2)
-    launch(*debug(folder / "dropout-stopped", *own, "--training.stop_after=10"), ranks=2)
-    launch(*debug(folder / "dropout-stopped", *own), ranks=2)
+    fork(*debug(folder / "dropout-straight", *own), ranks=2)
+    fork(*debug(folder / "dropout-stopped", *own, "--training.stop_after=10"), ranks=2)
+    fork(*debug(folder / "dropout-stopped", *own), ranks=2)
     assert losses(folder / "dropout-stopped") == losses(folder / "dropout-straight")
     assert losses(folder / "dropout-straight") != losses(straight[2])
 
@@ -219,10 +218,10 @@ def test_default_batch_size_resumes_on_other_ranks_when_it_is_named(folder: Path
     """-1 is local_batch_size x ranks: what it came to has to stay."""
     run = folder / "default-batch"
     own = ["--training.global_batch_size=-1", "--training.steps=6"]
-    launch(*debug(run, *own, "--training.stop_after=3"), ranks=2)
-    refused = launch(*debug(run, *own), status=2)
+    fork(*debug(run, *own, "--training.stop_after=3"), ranks=2)
+    refused = fork(*debug(run, *own), status=2)
     assert "comes to 4 here and was 8 in the checkpoint: set it to 8" in refused.err
-    launch(*debug(run, "--training.steps=6", "--training.global_batch_size=8"))
+    fork(*debug(run, "--training.steps=6", "--training.global_batch_size=8"))
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
 
 
@@ -233,25 +232,25 @@ def test_damaged_checkpoints_are_named_and_nothing_is_deleted(folder: Path, stra
     data = bytearray((step_20 / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
     (step_20 / "__0_0.distcp").write_bytes(data)
-    finished = launch(*debug(run))
+    finished = fork(*debug(run))
     assert "checkpoint of step 20 is damaged" in finished.text and "its hash differs" in finished.text
     assert "resuming at step 10" in finished.text and "damaged: step 20" in finished.text
     assert losses(run) == losses(straight[1])
     aside = run / "checkpoint/set-aside-1/step-00000020"
     assert (aside / "__0_0.distcp").read_bytes() == data, "the damaged one is kept for somebody to look at"
 
-    refused = launch(*debug(run, "--checkpoint.resume=15"), status=2)
+    refused = fork(*debug(run, "--checkpoint.resume=15"), status=2)
     assert "there is no checkpoint of this step" in refused.err and "has steps 10, 20" in refused.err
     (step_20 / "__0_0.distcp").write_bytes(data[:-1])
     for policy in ("always", "sizes"):
-        refused = launch(*debug(run, "--checkpoint.resume=20", f"--checkpoint.verify={policy}"), status=2)
+        refused = fork(*debug(run, "--checkpoint.resume=20", f"--checkpoint.verify={policy}"), status=2)
         assert "no checkpoint is whole (step 20 in" in refused.err and "bytes instead of" in refused.text
     (step_10 / "manifest.json").unlink()
     before = sorted(path for path in run.rglob("*") if "checkpoint" in path.parts)
-    refused = launch(*debug(run), status=2)
+    refused = fork(*debug(run), status=2)
     assert "no checkpoint is whole (step 20, step 10 in" in refused.err
     assert sorted(path for path in run.rglob("*") if "checkpoint" in path.parts) == before
-    trusted = launch(*debug(run, "--checkpoint.resume=10", "--checkpoint.verify=never"))
+    trusted = fork(*debug(run, "--checkpoint.resume=10", "--checkpoint.verify=never"))
     assert "resuming at step 10" in trusted.text and losses(run) == losses(straight[1])
 
 
@@ -260,7 +259,7 @@ def test_fresh_start_from_weights_alone(folder: Path, straight: dict[int, Path])
     source = straight[1] / "checkpoint/step-00000020"
     runs = {ranks: folder / f"from-weights-{ranks}" for ranks in (1, 2)}
     for ranks, run in runs.items():
-        started = launch(*debug(run, f"--checkpoint.init_from={source}", "--training.steps=6"), ranks=ranks)
+        started = fork(*debug(run, f"--checkpoint.init_from={source}", "--training.steps=6"), ranks=ranks)
         assert f"weights taken from {source}" in started.text
         assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6] and rows(run)[0]["lr"] == 0
     # alpha starts at 0 again, so the first loss is that of the bare embedding; it ends where a trained model is.
@@ -268,33 +267,32 @@ def test_fresh_start_from_weights_alone(folder: Path, straight: dict[int, Path])
     assert losses(runs[2]) == pytest.approx(losses(runs[1]), abs=1e-5)
 
     def refused(*own: str) -> str:
-        return launch(*debug(folder / "from-none", f"--checkpoint.init_from={source}", *own), status=2).err
+        return fork(*debug(folder / "from-none", f"--checkpoint.init_from={source}", *own), status=2).err
 
     assert "it lacks layers.4.attention.wq.weight" in refused("--model.n_layers=5")
     assert "the model has no layers.3." in refused("--model.n_layers=3")
     assert "other shapes of layers.0.feed_forward" in refused("--model.ffn_dim=192")
     assert "init_from_missing matches no weight: nothing" in refused("--checkpoint.init_from_missing=['nothing']")
-    assert "is no checkpoint" in launch(*debug(folder / "x", "--checkpoint.init_from=nowhere"), status=2).err
+    assert "is no checkpoint" in fork(*debug(folder / "x", "--checkpoint.init_from=nowhere"), status=2).err
     more = ["--model.n_layers=5", "--checkpoint.init_from_missing=['layers.4.*']", "--training.stop_after=2"]
-    launch(*debug(folder / "deeper", f"--checkpoint.init_from={source}", *more))
+    fork(*debug(folder / "deeper", f"--checkpoint.init_from={source}", *more))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_altered_token_shard_is_named_before_training(ranks: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    launch(*debug(run), ranks=ranks)
+    fork(*debug(run), ranks=ranks)
     (shard,) = (tmp_path / "cache").rglob("train-00000.bin")
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
     shard.write_bytes(content)
     own = debug(run, "--checkpoint.resume=10")
-    status = 2 if ranks == 1 else 1  # torchrun's own
-    refused = launch(*own, ranks=ranks, status=status)
+    refused = fork(*own, ranks=ranks, status=2)
     assert f"{shard} does not hold what was written" in refused.err
     assert (run / "checkpoint/step-00000020").is_dir()
-    launch(*own, "--dataset.verify=sizes", ranks=ranks)
+    fork(*own, "--dataset.verify=sizes", ranks=ranks)
     shard.write_bytes(content[:-2])
-    assert f"{shard} has " in launch(*own, "--dataset.verify=sizes", ranks=ranks, status=status).err
+    assert f"{shard} has " in fork(*own, "--dataset.verify=sizes", ranks=ranks, status=2).err
 
 
 def test_crafted_checkpoint_runs_no_code(folder: Path, straight: dict[int, Path]) -> None:
@@ -303,7 +301,7 @@ def test_crafted_checkpoint_runs_no_code(folder: Path, straight: dict[int, Path]
     shutil.copytree(straight[1], run)
     metadata = run / "checkpoint/step-00000020/.metadata"
     metadata.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPosixPath\n(V{victim}\ntRtR.".encode())
-    failed = launch(*debug(run, "--checkpoint.verify=never", "--checkpoint.resume=20"), status=1)
+    failed = fork(*debug(run, "--checkpoint.verify=never", "--checkpoint.resume=20"), status=1)
     assert ".metadata asks for pathlib.Path.touch, which has no place" in failed.err
     assert not victim.exists()
 
@@ -313,13 +311,13 @@ def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(
     ranks: int, folder: Path, straight: dict[int, Path]
 ) -> None:
     run = folder / f"beside-{ranks}"
-    launch(*debug(run, "--checkpoint.async_mode=thread", "--checkpoint.interval=2"), ranks=ranks)
+    fork(*debug(run, "--checkpoint.async_mode=thread", "--checkpoint.interval=2"), ranks=ranks)
     assert losses(run) == losses(straight[ranks])
     stopped = folder / f"beside-{ranks}-stopped"
     shutil.copytree(run, stopped)
     for step in range(12, 21, 2):
         shutil.rmtree(stopped / f"checkpoint/step-{step:08d}")
-    launch(*debug(stopped), ranks=ranks)  # from a checkpoint that was copied while the next step was on its way
+    fork(*debug(stopped), ranks=ranks)  # from a checkpoint that was copied while the next step was on its way
     assert losses(stopped) == losses(straight[ranks])
 
 
@@ -327,7 +325,7 @@ def test_failure_of_a_writer_beside_training_ends_the_run(folder: Path, tmp_path
     """At the next update, not at the end; what was published before stays."""
     (tmp_path / "full.py").write_text(FULL_DISK)
     own = [f"--import={tmp_path / 'full.py'}", "--checkpoint.async_mode=thread", "--checkpoint.interval=4"]
-    failed = launch(*debug(tmp_path / "run", *own), status=1)
+    failed = fork(*debug(tmp_path / "run", *own), status=1)
     assert "checkpoint of step 8 cannot be written" in failed.err and "No space left" in failed.err
     assert [p.name for p in (tmp_path / "run/checkpoint").iterdir()] == ["step-00000004"]
     assert max(losses(tmp_path / "run")) < 20
@@ -356,11 +354,11 @@ def test_saving_does_not_touch_the_run(folder: Path) -> None:
     own = [f"--import={folder / 'nan_first.py'}", "--loss.name=nan_first", "--training.on_nonfinite=skip"]
     runs = {interval: folder / f"interval-{interval}" for interval in (1, 100)}
     for interval, run in runs.items():
-        launch(*debug(run, *own, "--training.stop_after=5", f"--checkpoint.interval={interval}"))
+        fork(*debug(run, *own, "--training.stop_after=5", f"--checkpoint.interval={interval}"))
     assert str(losses(runs[1])) == str(losses(runs[100])) and losses(runs[1])[1] == "NaN"
     again = folder / "from-empty-optimizer"
     shutil.copytree(runs[1] / "checkpoint/step-00000001", again / "checkpoint/step-00000001")
-    launch(*debug(again, *own, "--training.stop_after=5"))
+    fork(*debug(again, *own, "--training.stop_after=5"))
     assert losses(again) == {step: loss for step, loss in losses(runs[1]).items() if step > 1}
 
 

@@ -87,11 +87,15 @@ def test_a_signal_before_them_ends_the_run(request_: StopRequest) -> None:
 
 def test_a_forked_worker_ends_as_it_always_would(request_: StopRequest) -> None:
     request_.can_wait = True
+    started, starts = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(starts, b"!")
         time.sleep(30)
         os._exit(0)
-    time.sleep(0.5)  # Python forgets a signal that comes while it forks
+    os.read(started, 1)  # Python forgets a signal that comes while it forks
+    os.close(started)
+    os.close(starts)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM

@@ -66,7 +66,7 @@ def test_sample_has_every_pair() -> None:
 
     assert pairs(SAMPLE, list(AXES)) == pairs(CELLS, list(AXES))
     both = [[cell for cell in cells if cell.mesh == "fsdp2xtp2"] for cells in (SAMPLE, CELLS)]
-    axes = ["checkpoint", "compile", "float8"]
+    axes = ["checkpoint", "float8", "norm"]
     assert pairs(both[0], axes) == pairs(both[1], axes)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,6 +112,36 @@ def test_is_built_once_and_anew_when_anything_changes(tmp_path):
     assert changed[0].fingerprint == first.fingerprint  # the same content
     assert changed[3].fingerprint == first.fingerprint  # however it is cut into shards
     assert len({first.fingerprint, changed[1].fingerprint, changed[2].fingerprint}) == 3
+
+
+def test_says_who_built_it(tmp_path):
+    assert make(tmp_path).just_built
+    assert not make(tmp_path).just_built
+
+
+@pytest.mark.parametrize(("just_built", "reads"), [((False, True), 0), ((False, False), 1)])
+def test_what_any_rank_has_just_built_is_not_read_again(tmp_path, monkeypatch, just_built, reads):
+    """Seen from the rank that did not build it."""
+    from titan_prores.build import prepare_data  # with torch, which the processes that import this file need not load
+
+    read = []
+    monkeypatch.setattr(TokenCache, "verify", lambda cache, part, parts: read.append((part, parts)))
+    ranks = SimpleNamespace(
+        is_main=False, rank=1, size=2, gather=lambda own: list(just_built) if isinstance(own, bool) else [own] * 2
+    )
+    config = DatasetSection(cache_folder=str(tmp_path))
+    part = SimpleNamespace(config=config, name="listed")
+    recipe = SimpleNamespace(
+        slots={
+            "dataset": part,
+            "tokenizer": part,
+            "validation": SimpleNamespace(config=SimpleNamespace(enabled=False)),
+        },
+        training=SimpleNamespace(seq_len=8),
+    )
+    components = SimpleNamespace(dataset=Listed(TEXTS), tokenizer=Words())
+    prepare_data(recipe, components, ranks, {})
+    assert read == [(1, 2)] * reads
 
 
 def test_reads_across_shard_borders(tmp_path):
@@ -234,14 +265,14 @@ def test_a_race_has_one_winner(tmp_path):
 
 
 def test_waiting_can_be_interrupted(tmp_path):
-    builder = start_build(tmp_path, 0.05)
+    builder = start_build(tmp_path, 0.2)
     wait_for_unfinished(tmp_path, files=1)
     waiter = start_build(tmp_path, 0)
     assert "waiting" in waiter.stdout.readline()
     waiter.send_signal(signal.SIGINT)
-    assert waiter.wait(timeout=10) != 0
+    assert waiter.wait(timeout=60) != 0
     builder.send_signal(signal.SIGINT)  # and so can building, which tidies up
-    assert builder.wait(timeout=10) != 0
+    assert builder.wait(timeout=60) != 0
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
 
 

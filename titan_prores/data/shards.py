@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,8 @@ class TokenCache:
         validation: stream of the held-out split; may be empty.
         n_documents: of both splits together.
         n_vocab: of the tokenizer that made it.
+        just_built: whether this process wrote and hashed its shards when it was prepared, so that they need not be read
+            to know what they hold.
     """
 
     folder: Path
@@ -113,6 +115,7 @@ class TokenCache:
     validation: TokenStream
     n_documents: int
     n_vocab: int
+    just_built: bool = False
 
     @classmethod
     def open(cls, folder: Path) -> TokenCache:
@@ -231,9 +234,10 @@ def prepare(
             say(f"waiting for another process that is tokenising into {folder}")
             lock.acquire()
     try:
-        if not folder.exists():
+        missing = not folder.exists()
+        if missing:
             _build(dataset, tokenizer, config, folder, source_name, say)
-        return TokenCache.open(folder)
+        return replace(TokenCache.open(folder), just_built=missing)
     finally:
         lock.release()
 
