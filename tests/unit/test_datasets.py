@@ -160,6 +160,7 @@ def test_files_that_do_not_fit(tmp_path, monkeypatch, files, message):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": }\n', "files", r"a\.jsonl:2: .*not valid JSON"),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "files", r"a\.jsonl:3: .*JSON object, not a list"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 10**6, "files", r"a\.jsonl:2: .*not valid JSON"),
         ("a.json", b'[\n{"text": "a"}\n]', "files", r"a\.json:1: .*not valid JSON"),
         ("a.jsonl", b'{"txet": "a", "url": "u"}\n', "field", r"a\.jsonl:1: .*allowed: txet, url\); did you mean txet"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "field", r"a\.jsonl:2: .*must hold text, not null"),
