@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,11 @@ from titan_prores import tables  # noqa: E402
 from titan_prores.errors import ConfigError, ConfigErrors, nearest  # noqa: E402
 
 if TYPE_CHECKING:
+    import torch
+
+    from titan_prores.data import TokenStream, TokenWindows
     from titan_prores.measuring import Bench, Comparison, Interval
+    from titan_prores.recipe import Training
 
 CONFIG = REPOSITORY / "train_configs" / "benchmark.toml"
 README = REPOSITORY / "README.md"
@@ -316,43 +321,106 @@ def launch(setup: Setup) -> list[Row]:
 
 
 def loader(setup: Setup) -> list[Row]:
-    """What the data loader delivers against what training eats."""
+    """What the data loader delivers against what training eats, and how long it takes to start far into the data."""
     try:
         import torchdata  # noqa: F401
     except ImportError:
         return [Row("data loader", "skipped", note="torchdata is not installed")]
-    from titan_prores.data import microbatches
-    from titan_prores.measuring import median_interval
-
     bench = setup.bench(COMPILED)
     if not setup.speeds:
         for _ in range(3):
             bench.step()
         setup.speeds += [bench.tokens_per_step / bench.step() for _ in range(5)]
-    eaten = max(setup.speeds)
-    trainer = bench.trainer
-    training = trainer.recipe.training
-    rows = []
-    for workers in (0, 1):
-        batches = microbatches(
-            trainer.windows, seed=training.seed, start_position=0, local_batch_size=training.local_batch_size,
-            data_rank=0, data_ranks=1, num_workers=workers,
-        )  # fmt: skip
-        next(batches)
-        per_round, speeds = 200, []
-        for _ in range(10):
-            start = time.perf_counter()
-            for _ in range(per_round):
-                next(batches)
-            speeds.append(per_round * training.local_batch_size * training.seq_len / (time.perf_counter() - start))
+    kinds = {0: "0 workers", 1: "1 worker"}
+    training = bench.trainer.recipe.training
+    speeds = [loader_speed(setup, bench.trainer.windows, training, n, kind) for n, kind in kinds.items()]
+    return speeds + [loader_start(setup, training, n, kind) for n, kind in kinds.items()]
+
+
+def loader_speed(setup: Setup, windows: TokenWindows, training: Training, num_workers: int, kind: str) -> Row:
+    """Tokens/s of the loader over the recipe's own text, relative to the fastest training seen."""
+    from titan_prores.measuring import by_turns, median_interval, paired_ratio, verdict_at_least
+
+    per_round = 200
+    loaders = {name: batches_at(windows, training, 0, num_workers) for name in ("loader", "again")}
+
+    def timed(name: str) -> float:
+        start = time.perf_counter()
+        for _ in range(per_round):
+            next(loaders[name])
+        return time.perf_counter() - start
+
+    seconds = by_turns({name: partial(timed, name) for name in loaders}, 10, warmup=1)
+    for batches in loaders.values():
         batches.close()
-        speed = median_interval(speeds).median
-        where = f"{workers} worker{'s' if workers != 1 else ''}"
-        rows.append(
-            Row(f"data loader / training, {where}", f"{speed / eaten:,.0f} x the tokens/s",
-                note=f"{speed:,.0f} tokens/s against {eaten:,.0f}, the fastest training in this run")
-        )  # fmt: skip
-    return rows
+    setup.seconds[f"loader, {kind}"] = seconds
+    eaten, tokens = max(setup.speeds), per_round * training.local_batch_size * training.seq_len
+    times = median_interval([tokens / taken / eaten for taken in seconds["loader"]])
+    same, limit = paired_ratio(seconds["again"], seconds["loader"]), 50
+    return Row(
+        f"data loader / training, {kind}", f"{times.median:,.0f} [{times.low:,.0f}, {times.high:,.0f}] x the tokens/s",
+        str(same), f">= {limit}:", verdict_at_least(times, same, limit),
+        f"{times.median * eaten:,.0f} tokens/s against {eaten:,.0f}, the fastest training in this run", times,
+    )  # fmt: skip
+
+
+def loader_start(setup: Setup, training: Training, num_workers: int, kind: str) -> Row:
+    """Seconds until a new loader has given its first microbatch, far into a large corpus against its beginning."""
+    from titan_prores.data import TokenWindows
+    from titan_prores.measuring import by_turns, median_interval, paired_difference, verdict
+
+    windows = TokenWindows(large_stream(setup.folder / "large.bin"), training.seq_len)
+    far, limit = 10**9, 1.0
+
+    def timed(position: int) -> float:
+        start = time.perf_counter()
+        batches = batches_at(windows, training, position, num_workers)
+        next(batches)
+        taken = time.perf_counter() - start
+        batches.close()
+        return taken
+
+    seconds = by_turns({"far": lambda: timed(far), "start": lambda: timed(0), "again": lambda: timed(0)}, 20)
+    setup.seconds[f"loader start, {kind}"] = seconds
+    difference = paired_difference(seconds["far"], seconds["start"])
+    same = paired_difference(seconds["again"], seconds["start"])
+    there, here = (median_interval(seconds[name]).median for name in ("far", "start"))
+    return Row(
+        f"first microbatch at position 10^9 - at 0, {kind}", milliseconds(difference), milliseconds(same),
+        f"<= {limit:.0f} s:", verdict(difference, same, limit, equal=0.0),
+        f"{there * 1e3:.1f} against {here * 1e3:.1f} ms; {len(windows.stream):.0e} tokens: one sparse file is "
+        f"each of {len(windows.stream.shards):,} shards",
+    )  # fmt: skip
+
+
+def milliseconds(seconds: Interval) -> str:
+    """An interval of seconds in words."""
+    return f"{seconds.median * 1e3:+.2f} ms [{seconds.low * 1e3:+.2f}, {seconds.high * 1e3:+.2f}]"
+
+
+def batches_at(
+    windows: TokenWindows, training: Training, position: int, num_workers: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The loader of a run on one rank, from a position in the data."""
+    from titan_prores.data import microbatches
+
+    return microbatches(
+        windows, seed=training.seed, start_position=position, local_batch_size=training.local_batch_size,
+        data_rank=0, data_ranks=1, num_workers=num_workers,
+    )  # fmt: skip
+
+
+def large_stream(path: Path, n_tokens: int = 10**12, shard_tokens: int = 10**8) -> TokenStream:
+    """A stream of zeros as long as no disk here holds: every shard is the same sparse file, written to `path`."""
+    import numpy as np
+
+    from titan_prores.data import TokenStream
+    from titan_prores.data.shards import Shard
+
+    with path.open("wb") as file:
+        file.truncate(2 * shard_tokens)
+    shards = [Shard(path, shard_tokens, 2 * shard_tokens, sha256="")] * (n_tokens // shard_tokens)
+    return TokenStream("train", shards, np.dtype("<u2"), eot_id=0)
 
 
 def bare(setup: Setup) -> list[Row]:

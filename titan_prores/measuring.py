@@ -72,22 +72,42 @@ def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> Interv
     return median_interval([ours / theirs for ours, theirs in zip(seconds, reference, strict=True)])
 
 
-def verdict(ratio: Interval, same: Interval, limit: float) -> str:
-    """Whether a ratio of times is at most `limit`.
+def paired_difference(seconds: Sequence[float], reference: Sequence[float]) -> Interval:
+    """Interval of the differences seconds[i] - reference[i], each pair being of one round."""
+    return median_interval([ours - theirs for ours, theirs in zip(seconds, reference, strict=True)])
+
+
+def verdict(found: Interval, same: Interval, limit: float, equal: float = 1.0) -> str:
+    """Whether a ratio or a difference of times is at most `limit`.
 
     Args:
-        ratio: of the thing measured to its reference.
+        found: of the thing measured to its reference.
         same: of a second copy of the reference to the first, measured in the same rounds (A/A).
-        limit: the goal, greater than 1.
+        limit: the goal, greater than `equal`.
+        equal: what two equal things give: 1 for a ratio, 0 for a difference.
 
     Returns:
-        "met" or "missed" where the whole interval is on one side of the limit and A/A strays from 1 by less than the
-        limit does, from end to end; otherwise "not resolved here".
+        "met" or "missed" where the whole interval is on one side of the limit and A/A strays from `equal` by less than
+        the limit does, from end to end; otherwise "not resolved here".
     """
-    noise = max(same.high, 1.0) - min(same.low, 1.0)
-    if noise >= limit - 1 or ratio.low <= limit < ratio.high:
+    noise = max(same.high, equal) - min(same.low, equal)
+    if noise >= limit - equal or found.low <= limit < found.high:
         return UNRESOLVED
-    return MET if ratio.high <= limit else MISSED
+    return MET if found.high <= limit else MISSED
+
+
+def verdict_at_least(found: Interval, same: Interval, limit: float) -> str:
+    """Whether a ratio is at least `limit`, also when all of it is off by as much as A/A strays from 1.
+
+    Args:
+        found: the ratio.
+        same: the ratio of two equal things, measured in the same rounds (A/A).
+        limit: the goal, greater than 0.
+    """
+    stray = max(same.high, 1 / same.low, 1.0)
+    if found.low / stray >= limit:
+        return MET
+    return MISSED if found.high * stray < limit else UNRESOLVED
 
 
 def by_turns(steps: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:

@@ -338,21 +338,26 @@ def global_batch_size(training: Training, data_ranks: int) -> int:
     """Sequences an optimizer step.
 
     Raises:
-        ConfigError: it is not a multiple of local_batch_size x ranks; lists the local sizes that divide it.
+        ConfigError: it is not a multiple of local_batch_size x ranks; lists the local sizes, or the numbers of ranks,
+            that divide it.
     """
     if training.global_batch_size == -1:
         return training.local_batch_size * data_ranks
     size = training.global_batch_size
     if size < 1 or size % (training.local_batch_size * data_ranks):
         share = size // data_ranks if size % data_ranks == 0 else 0
-        fitting = [b for b in range(1, min(share, 1024) + 1) if share % b == 0]
+        fitting, ranks = ([n for n in range(1, min(whole, 1024) + 1) if whole % n == 0] for whole in (share, size))
+        if fitting:
+            allowed = f"with this many ranks local_batch_size {', '.join(map(str, fitting))}"
+        else:
+            allowed = f"a multiple of {data_ranks}, or -1"
+            allowed += f"; {size} fits {', '.join(map(str, ranks))} data ranks" if ranks else ""
         raise ConfigError(
             "training.global_batch_size",
             f"is not a multiple of training.local_batch_size {training.local_batch_size} x {data_ranks} data ranks",
             value=size,
-            allowed=f"with this many ranks local_batch_size {', '.join(map(str, fitting))}" if fitting
-            else f"a multiple of {data_ranks}, or -1",
-        )  # fmt: skip
+            allowed=allowed,
+        )
     return size
 
 

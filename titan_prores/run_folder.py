@@ -96,7 +96,7 @@ class RunFolder:
             path = self.path / (self.path / "latest_checkpoint").read_text(encoding="utf-8").strip()
         except (FileNotFoundError, UnicodeDecodeError):
             return None
-        return path if path.exists() else None
+        return path if os.path.exists(path) else None  # unlike Path's, never raises on a name that no file can have
 
     def write_status(self, state: str, step: int, **facts: Any) -> None:
         """Write status.json, for schedulers: torchrun turns every failure of a rank into its own exit status 1.
@@ -191,9 +191,12 @@ def _row_step(line: bytes) -> int | None:
     """Step of a row, 0 when it has none; None where the line is no JSON object."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row.get("step", 0) if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        return None
+    step = row.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def _unused(name: Callable[[int], Path], first: int = 0) -> Path:

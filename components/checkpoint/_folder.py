@@ -132,7 +132,7 @@ class CheckpointFolder:
             return json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON") from error
 
     def problems(self, step: int, *, hashes: bool, part: int = 0, parts: int = 1) -> list[str]:

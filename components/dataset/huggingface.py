@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from titan_prores.config import setting
@@ -18,7 +20,7 @@ from titan_prores.registry import register
 
 @register("dataset", "huggingface")
 class HuggingFaceDataset:
-    """A data set of the Hugging Face hub, streamed; never runs code that comes with it."""
+    """A data set of the Hugging Face hub, streamed; runs no code that comes with it and reads no files but its own."""
 
     class Config(DatasetSection):
         """Settings of the dataset."""
@@ -36,9 +38,11 @@ class HuggingFaceDataset:
     def __init__(self, config: Config) -> None:
         """
         Raises:
-            ConfigError: the datasets library is not installed.
+            ConfigError: the datasets library is not installed, or path is a format whose files can hold code.
         """
         self.config = config
+        if config.path == "pandas":
+            raise ConfigError("path", "reads pickles, which can run code", value="pandas", allowed="parquet, json ...")
         if importlib.util.find_spec("datasets") is None:
             raise MissingError(
                 "name", "needs the package datasets: pip install 'titan-prores[huggingface]'", value="huggingface"
@@ -51,7 +55,7 @@ class HuggingFaceDataset:
 
         config = self.config
         try:
-            return load_dataset_builder(
+            builder = load_dataset_builder(
                 config.path,
                 config.subset,
                 data_files=None if config.data_files is None else list(config.data_files),
@@ -59,6 +63,11 @@ class HuggingFaceDataset:
             )
         except Exception as error:
             raise _config_error("path", "cannot be opened", config.path, error) from error
+        if config.data_files is None and builder.base_path:  # a data set's card may name any file at all
+            for file in (file for files in (builder.config.data_files or {}).values() for file in files):
+                if not _is_within(file, builder.base_path):
+                    raise ConfigError("path", f"names {file}, which is no file of the data set", value=config.path)
+        return builder
 
     def documents(self) -> Iterator[str]:
         """Documents in the order of the data set, unshuffled.
@@ -100,6 +109,14 @@ class HuggingFaceDataset:
             self._builder.hash,
         ]
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def _is_within(file: str, folder: str) -> bool:
+    """Whether a path or an address is below another one. Links inside of the folder are the folder's own."""
+    if "://" in file or "://" in folder:
+        return file.startswith(folder.rstrip("/") + "/") and ".." not in file.split("/")
+    written = Path(os.path.abspath(file))
+    return any(written.is_relative_to(base) for base in (os.path.abspath(folder), Path(folder).resolve()))
 
 
 def _config_error(key: str, problem: str, value: str, error: Exception) -> ConfigError:

@@ -101,7 +101,7 @@ class TextFiles:
             where = f"{path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError("files", f"not valid JSON: {error}", where=where) from error
             if not isinstance(record, dict):
                 raise ConfigError("files", f"each line must be a JSON object, not {_json_type(record)}", where=where)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,17 @@ from titan_prores.errors import ConfigError, MissingError, nearest
 from titan_prores.registry import register
 
 _MAX_PIECE = 1_000_000  # characters; the library takes some 200 bytes of memory for each
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """A panic of the library, which some files bring about, is no Exception and would end the run unexplained."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from error
 
 
 @register("tokenizer", "hf_file")
@@ -47,7 +59,8 @@ class HFFileTokenizer:
             raise MissingError("path", "no such file", value=str(file), nearest=nearest(file.name, siblings))
         try:
             raw = file.read_bytes()
-            self.tokenizer = Tokenizer.from_buffer(raw)
+            with _panics_as_errors():
+                self.tokenizer = Tokenizer.from_buffer(raw)
         except OSError as error:
             raise ConfigError("path", f"cannot be read: {error.strerror}", value=str(file)) from error
         except Exception as error:  # what the library raises is plain Exception
@@ -71,7 +84,8 @@ class HFFileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Shape [tokens], int64."""
-        ids = [self.tokenizer.encode(p, add_special_tokens=False).ids for p in pieces(text, _MAX_PIECE)]
+        with _panics_as_errors():
+            ids = [self.tokenizer.encode(p, add_special_tokens=False).ids for p in pieces(text, _MAX_PIECE)]
         return np.concatenate([np.array(some, dtype=np.int64) for some in ids])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ PATTERNS = {
 # Letters, digits, marks, several scripts and every sort of white space: what a pattern may leave out.
 _SAMPLE = "It's 2048 naïve tokens,\r\n\n\t漢字 и 🙂   end… \u2028_x=[1]  \n "
 
+_MAX_ID = 2**31 - 1
 _MAX_PIECE = 100_000  # characters; the regex engine gives up on a run of some hundred thousand blanks
 _CUT = re.compile(r"(?s).*(?:\n(?=\S)|\S(?= ))")
 
@@ -138,7 +139,7 @@ def parse_ranks(raw: bytes, path: str) -> dict[bytes, int]:
             token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
         except ValueError as error:
             raise fault("is no ranks file: each line must be a token in base64, a blank and its rank") from error
-        if not token or not 0 <= rank < 2**31:
+        if not token or not 0 <= rank <= _MAX_ID:
             raise fault("an empty token, or a rank that is negative or too large")
         if token in ranks or rank in lines:
             raise fault(f"token or rank {rank} came before" + (f", in line {lines[rank]}" if rank in lines else ""))
@@ -160,8 +161,8 @@ def _special_ids(special_tokens: Sequence[str] | Mapping[str, int], ranks: Mappi
         if len(ids) < len(special_tokens):
             raise ConfigError("special_tokens", "has a name twice", value=list(special_tokens))
     for name, token_id in ids.items():
-        if token_id < 0 or token_id in taken or not name:
-            problem = "must not be empty" if not name else "is negative, or the id of another token"
+        if not 0 <= token_id <= _MAX_ID or token_id in taken or not name:
+            problem = "must not be empty" if not name else "is negative or too large, or the id of another token"
             raise ConfigError(f"special_tokens.{name}", problem, value=token_id)
         taken.add(token_id)
     return ids

@@ -9,7 +9,7 @@ import pytest
 
 from scripts import benchmark
 from scripts.benchmark import Row, Setup, main, measure, ratio_row, table
-from titan_prores.measuring import Interval
+from titan_prores.measuring import MET, UNRESOLVED, Interval
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,16 @@ def test_a_part_that_fails_is_a_row_and_the_others_run(monkeypatch: pytest.Monke
     rows, failed = measure(Setup(benchmark.CONFIG, [], 12, tmp_path), ["breaks", "works"])
     assert failed and [(row.measured, row.result) for row in rows] == [("breaks", "failed"), ("works", "1")]
     assert "no such thing" in rows[0].note
+
+
+def test_a_start_far_into_the_data_is_judged_by_its_difference(tmp_path: Path) -> None:
+    """Over 10^12 tokens in real reads, of which the disk holds none."""
+    pytest.importorskip("torchdata")
+    setup = Setup(benchmark.CONFIG, [], 12, tmp_path)
+    training = SimpleNamespace(seed=0, local_batch_size=2, seq_len=16)
+    row = benchmark.loader_start(setup, training, 0, "0 workers")
+    assert row.goal == "<= 1 s:" and row.verdict in (MET, UNRESOLVED) and "ms" in row.result and "ms" in row.same
+    assert "1e+12 tokens" in row.note and (tmp_path / "large.bin").stat().st_blocks * 512 < 1 << 20
+    assert {name: len(taken) for name, taken in setup.seconds["loader start, 0 workers"].items()} == {
+        "far": 20, "start": 20, "again": 20,
+    }  # fmt: skip

@@ -160,6 +160,7 @@ def test_files_that_do_not_fit(tmp_path, monkeypatch, files, message):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": }\n', "files", r"a\.jsonl:2: .*not valid JSON"),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "files", r"a\.jsonl:3: .*JSON object, not a list"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 10**6, "files", r"a\.jsonl:2: .*not valid JSON"),
         ("a.json", b'[\n{"text": "a"}\n]', "files", r"a\.json:1: .*not valid JSON"),
         ("a.jsonl", b'{"txet": "a", "url": "u"}\n', "field", r"a\.jsonl:1: .*allowed: txet, url\); did you mean txet"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "field", r"a\.jsonl:2: .*must hold text, not null"),
@@ -197,6 +198,34 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, package, extra, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *rest: None if n == package else find_spec(n, *rest))
     with pytest.raises(ConfigError, match=rf"pip install 'titan-prores\[{extra}\]'"):
         make("text", files=(str(tmp_path / name),))
+
+
+LITERAL = [
+    "$(touch x).txt",
+    "`touch x`.txt",
+    "~.txt",
+    "$HOME.txt",
+    "${PWD}.txt",
+    "a;touch x.txt",
+    "a|b.txt",
+    "{a,b}.txt",
+]
+
+
+@pytest.mark.parametrize("name", LITERAL)
+def test_names_of_files_are_no_shell_words(tmp_path, monkeypatch, name):
+    """They stand for themselves: nothing is run, no home is filled in, and a file of that very name is found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "x.txt").write_text("at home")
+    for pattern in (name, f"~/{name}", "~/x.txt", "$HOME/x.txt", f"*/{name}"):
+        with pytest.raises(ConfigError, match="matches no file") as error:
+            make("text", files=(pattern,))
+        assert error.value.value == pattern
+    Path(name).write_text("found")
+    assert list(make("text", files=(name,)).documents()) == ["found"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["home", name])
 
 
 # --- python_stdlib --------------------------------------------------------------------------------------------------
@@ -274,6 +303,68 @@ def test_huggingface_errors_are_one_line(hub, settings, key, message):
     with pytest.raises(ConfigError, match=message) as error:
         list(make("huggingface", **{"path": str(hub), **settings}).documents())
     assert error.value.key == key and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("card", ["../secret.jsonl", "{hub}/../secret.jsonl", "sub/../../secret.jsonl"])
+def test_huggingface_card_cannot_name_files_outside_of_its_data_set(hub, card, link):
+    (hub / "sub").mkdir()
+    (hub / "sub" / "train.jsonl").write_bytes(json_lines(["its own"]))
+    (hub.parent / "secret.jsonl").write_bytes(json_lines(["secret"]))
+    path = hub
+    if link:
+        path = hub.parent / "link"
+        path.symlink_to(hub)
+
+    def named(files: str) -> list[str]:
+        (hub / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: '{files}'\n---\n")
+        return list(make("huggingface", path=str(path)).documents())
+
+    assert named("sub/*.jsonl") == named(f"{hub}/sub/train.jsonl") == ["its own"]
+    with pytest.raises(ConfigError, match=r"names .*secret\.jsonl, which is no file of the data set"):
+        named(card.format(hub=hub))
+    # The recipe's author may.
+    files = (str(hub.parent / "secret.jsonl"),)
+    assert list(make("huggingface", path="json", data_files=files).documents()) == ["secret"]
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "within"),
+    [
+        ("hf://datasets/a/b@1f/en/x.json", "hf://datasets/a/b@1f/", True),
+        ("hf://datasets/a/b@1f/en/x.json", "hf://datasets/a/b@1f", True),
+        ("hf://datasets/a/other@1f/x.json", "hf://datasets/a/b@1f/", False),
+        ("hf://datasets/a/b@1f0/x.json", "hf://datasets/a/b@1f", False),
+        ("hf://datasets/a/b@1f/../other@1f/x.json", "hf://datasets/a/b@1f", False),
+        ("https://host/x.json", "hf://datasets/a/b@1f", False),
+        ("/etc/passwd", "hf://datasets/a/b@1f", False),
+        ("https://host/x.json", "/data", False),
+        ("zip://x.json::/data/x.zip", "/data", False),
+        ("/data/x.json", "/data", True),
+        ("/data2/x.json", "/data", False),
+    ],
+)
+def test_what_is_within_a_data_set(file, folder, within):
+    from components.dataset.huggingface import _is_within
+
+    assert _is_within(file, folder) is within
+
+
+def test_huggingface_runs_no_code_and_reads_no_pickle(hub, monkeypatch):
+    """Not even where the environment asks for it."""
+    import datasets
+
+    monkeypatch.setenv("HF_DATASETS_TRUST_REMOTE_CODE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_TRUST_REMOTE_CODE", True, raising=False)
+    (hub / "train.jsonl").write_bytes(json_lines())
+    (hub / "hub.py").write_text(f"open({str(hub / 'ran')!r}, 'w')")
+    for path in (hub, hub / "hub.py"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            list(make("huggingface", path=str(path)).documents())
+    with pytest.raises(ConfigError, match="path = 'pandas': reads pickles"):
+        make("huggingface", path="pandas", data_files=(str(hub / "train.jsonl"),))
+    assert not (hub / "ran").exists()
+    assert "trust_remote_code" not in lookup("dataset", "huggingface").Config.model_fields
 
 
 def test_huggingface_needs_its_package(monkeypatch):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from titan_prores.data import IGNORED_LABEL, TokenStream, TokenWindows, microbatches, sample_windows
+from titan_prores.data import IGNORED_LABEL, TokenStream, TokenWindows, microbatches, sample_windows, window_order
 from titan_prores.data.shards import Shard
 from titan_prores.errors import ConfigError
+from titan_prores.recipe import Training, global_batch_size
 
 # More workers than this machine has cores are what the tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -121,6 +124,61 @@ def test_resumes_on_another_layout(windows, num_workers):
             at = (k * 2 + rank) * 2
             resumed[at : at + 2] = tokens_BS
     assert torch.equal(torch.cat([first, resumed]), straight)
+
+
+def test_a_run_that_changes_its_layout_again_and_again(windows):
+    """Ranks, microbatches and workers drawn anew for each stretch of a run, batch sizes that no epoch divides by.
+
+    The trainer's own arithmetic on the left, epochs as permutations on the right: update u holds, in whatever order,
+    what positions [u * size, (u + 1) * size) of the epochs, one after the other, say.
+    """
+    draw = random.Random(0)
+    n, crossed = len(windows), 0
+    for run in range(25):
+        size = draw.choice([1, 2, 3, 4, 6, 7, 8, 12, 16, 24])
+        begin = draw.choice([0, 1, n - 1, n, draw.randrange(10**6), draw.randrange(10**12)])
+        samples = begin
+        while samples < begin + 3 * n + size:
+            data_ranks = draw.choice([d for d in range(1, size + 1) if size % d == 0])
+            share = size // data_ranks
+            local = draw.choice([d for d in range(1, share + 1) if share % d == 0])
+            training = Training(local_batch_size=local, global_batch_size=size)
+            accumulated = global_batch_size(training, data_ranks) // (local * data_ranks)
+            updates, num_workers = draw.randint(1, 3), draw.choice([0, 0, 0, 1, 2]) if run < 5 else 0
+            taken = [
+                take(
+                    windows, updates * accumulated, start_position=samples, local_batch_size=local, data_rank=rank,
+                    data_ranks=data_ranks, num_workers=num_workers,
+                )
+                for rank in range(data_ranks)
+            ]  # fmt: skip
+            for update in range(updates):
+                mine = slice(update * accumulated, (update + 1) * accumulated)
+                got = sorted(int(row[0]) // 8 for rank in taken for tokens_BS, _ in rank[mine] for row in tokens_BS)
+                places = [divmod(position, n) for position in range(samples, samples + size)]
+                assert got == sorted(int(window_order(1, epoch, within, n)) for epoch, within in places)
+                crossed += places[0][0] != places[-1][0]
+                samples += size
+    assert crossed > 50  # an epoch ended inside of a batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_memory_does_not_grow_with_the_data_or_the_position(tmp_path, num_workers):
+    """10^12 tokens, for the order and for reads: all shards are one sparse file. A table of the order would be 8 TB."""
+    path, shard_tokens, peaks = tmp_path / "sparse.bin", 10**8, {}
+    with path.open("wb") as file:
+        file.truncate(2 * shard_tokens)
+    for n_shards in (1, 10_000):
+        shards = [Shard(path, shard_tokens, 2 * shard_tokens, "")] * n_shards
+        windows = TokenWindows(TokenStream("train", shards, np.dtype("<u2"), eot_id=0), seq_len=8)
+        for start_position in (0, 10**9, 10**15):
+            tracemalloc.start()
+            batches = take(windows, 70, start_position=start_position, num_workers=num_workers)
+            peaks[n_shards, start_position] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert len(batches) == 70
+    assert len(windows) == (10**12 - 1) // 8
+    assert max(peaks.values()) < 1e6, peaks
 
 
 def test_runs_past_what_is_planned_at_once(windows):

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from titan_prores import measuring, mesh
-from titan_prores.measuring import MET, MISSED, UNRESOLVED, Bench, Interval, by_turns, median_interval, verdict
+from titan_prores.measuring import (
+    MET,
+    MISSED,
+    UNRESOLVED,
+    Bench,
+    Interval,
+    by_turns,
+    median_interval,
+    verdict,
+    verdict_at_least,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -65,6 +75,40 @@ QUIET = Interval(0.998, 1.0, 1.003)
 )
 def test_verdict(ratio: Interval, same: Interval, limit: float, expected: str) -> None:
     assert verdict(ratio, same, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("difference", "same", "expected"),
+    [
+        (Interval(-0.01, 0.0, 0.02), Interval(-0.01, 0.0, 0.01), MET),
+        (Interval(1.1, 1.2, 1.3), Interval(-0.01, 0.0, 0.01), MISSED),
+        (Interval(0.9, 1.0, 1.1), Interval(-0.01, 0.0, 0.01), UNRESOLVED),
+        (Interval(-0.01, 0.0, 0.02), Interval(-0.6, 0.0, 0.5), UNRESOLVED),
+    ],
+)
+def test_verdict_on_a_difference(difference: Interval, same: Interval, expected: str) -> None:
+    """Of two equal things it is 0; the goal is one second."""
+    assert verdict(difference, same, 1.0, equal=0.0) == expected
+
+
+def test_differences_are_of_pairs() -> None:
+    reference = [1.0, 2.0, 3.0, 10.0, 20.0, 30.0]
+    assert measuring.paired_difference([r + 0.5 for r in reference], reference) == Interval(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "same", "expected"),
+    [
+        (Interval(51, 60, 70), QUIET, MET),
+        (Interval(30, 40, 49), QUIET, MISSED),
+        (Interval(45, 60, 70), QUIET, UNRESOLVED),
+        (Interval(51, 60, 70), Interval(0.9, 1.0, 1.0), UNRESOLVED),  # off by as much it would be 46
+        (Interval(51, 60, 70), Interval(1.0, 1.0, 1.1), UNRESOLVED),
+        (Interval(30, 40, 49), Interval(0.9, 1.0, 1.0), UNRESOLVED),
+    ],
+)
+def test_verdict_at_least(ratio: Interval, same: Interval, expected: str) -> None:
+    assert verdict_at_least(ratio, same, 50) == expected
 
 
 def test_by_turns_takes_every_step_once_a_round_in_changing_order() -> None:

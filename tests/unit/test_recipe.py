@@ -181,7 +181,11 @@ def test_plan_mesh_against_all_products():
 def test_global_batch_size():
     assert global_batch_size(Training(local_batch_size=3), 4) == 12
     assert global_batch_size(Training(local_batch_size=3, global_batch_size=24), 4) == 24
-    for size, message in ((20, "local_batch_size 1, 5"), (22, "a multiple of 4"), (0, "a multiple of 4, or -1")):
+    for size, message in (
+        (20, "(allowed: with this many ranks local_batch_size 1, 5)"),
+        (22, "(allowed: a multiple of 4, or -1; 22 fits 1, 2, 11, 22 data ranks)"),
+        (0, "(allowed: a multiple of 4, or -1)"),
+    ):
         with pytest.raises(ConfigError) as caught:
             global_batch_size(Training(local_batch_size=3, global_batch_size=size), 4)
         assert message in str(caught.value) and caught.value.key == "training.global_batch_size"

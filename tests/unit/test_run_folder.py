@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -219,3 +220,21 @@ def test_annotated_toml_of_nested_tables_and_odd_keys():
     assert """x = "y # \\"z\\""  # file:1""" in text
     assert '"odd key" = 1  # default' in text
     assert "file 3" in text and "file:2" in text
+
+
+def test_files_that_somebody_else_wrote_run_nothing(run, resolved):
+    """A pickle, JSON without end and a step that is no number, wherever a run looks for what an earlier one left."""
+    victim = run.path / "victim"
+    harmful = type("Harmful", (), {"__reduce__": lambda self: (victim.touch, ())})
+    pickled = pickle.dumps(harmful())
+    for content in (pickled, b"[" * 10**6, b'{"step": "x"}', b"\xff\x00"):
+        for name in ("metrics.jsonl", "status.json", "env.json", "recipe.toml", "latest_checkpoint"):
+            (run.path / name).write_bytes(content + b"\n")
+        assert run.noted_checkpoint() is None
+        assert run.set_aside_metrics(3) == 0
+        run.write_status("running", 3)
+        run.write_env({"dp_shard": 1})
+        run.write_recipe(resolved)
+    assert not victim.exists()
+    pickle.loads(pickled)
+    assert victim.exists()  # as a program that unpickles would

@@ -326,6 +326,106 @@ def test_damage_is_refused_by_name(tmp_path, damage):
     assert name in str(error.value) and f"delete the folder {folder}" in str(error.value)
 
 
+def edited(folder: Path, edit) -> None:
+    """Change index.json as its author could."""
+    index = json.loads((folder / "index.json").read_text())
+    edit(index, index["splits"]["train"]["shards"][0])
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def _as_many(shard, tokens, n_bytes) -> None:
+    shard["tokens"], shard["bytes"] = tokens, n_bytes
+
+
+CRAFTED = {
+    "above": lambda index, shard: shard.update(file="../secret.bin"),
+    "absolute": lambda index, shard: shard.update(file="/etc/passwd"),
+    "the folder above": lambda index, shard: shard.update(file=".."),
+    "a folder below": lambda index, shard: shard.update(file="sub/x.bin"),
+    "a line end after it": lambda index, shard: shard.update(file="train-00000.bin\n"),
+    "no name": lambda index, shard: shard.update(file=""),
+    "NUL": lambda index, shard: shard.update(file="x\0.bin"),
+    "a list of names": lambda index, shard: shard.update(file=["train-00000.bin"]),
+    "negative": lambda index, shard: _as_many(shard, -1000, -2000),
+    "nothing": lambda index, shard: _as_many(shard, 0, 0),
+    "huge": lambda index, shard: _as_many(shard, 2**62, 2**63),
+    "beyond 64 bits": lambda index, shard: _as_many(shard, 10**30, 2 * 10**30),
+    "infinite": lambda index, shard: _as_many(shard, float("inf"), float("inf")),
+    "fractions": lambda index, shard: _as_many(shard, 1000.0, 2000.0),
+    "truth": lambda index, shard: _as_many(shard, True, True),
+    "objects": lambda index, shard: index.update(dtype="object"),
+    "objects, in short": lambda index, shard: index.update(dtype="O"),
+    "signed": lambda index, shard: index.update(dtype="int16"),
+    "records": lambda index, shard: index.update(dtype=[["a", "<u2"]]),
+    "end mark outside": lambda index, shard: index.update(eot_id=70000),
+    "end mark negative": lambda index, shard: index.update(eot_id=-1),
+    "larger vocabulary": lambda index, shard: index.update(n_vocab=100_000),
+    "no vocabulary": lambda index, shard: index.update(n_vocab=0),
+    "a key more": lambda index, shard: index.update(command="x"),
+    "a split more": lambda index, shard: index["splits"].update(test={}),
+    "documents negative": lambda index, shard: index["splits"]["train"].update(documents=-1),
+    "shards as a table": lambda index, shard: index["splits"]["train"].update(shards={}),
+}
+
+
+@pytest.mark.parametrize("edit", CRAFTED.values(), ids=CRAFTED)
+def test_crafted_index_is_refused_by_name(tmp_path, edit):
+    """Before any shard is opened; what is outside of the folder stays unread."""
+    folder = make(tmp_path).folder
+    (tmp_path / "secret.bin").write_bytes((folder / "train-00000.bin").read_bytes())
+    edited(folder, edit)
+    with pytest.raises(ConfigError) as error:
+        make(tmp_path)
+    assert error.value.key == "cache_folder" and "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert f"{folder}/" in str(error.value) and f"delete the folder {folder}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 10**6, b'{"format":' * 10**5, b"", b"\x80\x04cos\nsystem\n(S'x'\ntR.", b"\xff\xfe{}", b"[]",
+        b'{"format": ' + b"9" * 10**5 + b"}", b'{"format": NaN}', b" " * (1 << 26) + b" ",
+    ],
+    ids=["deep list", "deep table", "empty", "pickle", "no UTF-8", "list", "long number", "NaN", "large"],
+)  # fmt: skip
+def test_index_that_is_none_is_refused_by_name(tmp_path, content):
+    folder = make(tmp_path).folder
+    (folder / "index.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"index\.json (is not an|has .* bytes, more than an) index of token shards"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "index.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path, name, kind):
+    """A link to the very same content, too; opening a pipe would wait for ever."""
+    path = make(tmp_path).folder / name
+    path.rename(tmp_path / "elsewhere")
+    {"link": lambda: path.symlink_to(tmp_path / "elsewhere"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
+        kind
+    ]()
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file; delete the folder"):
+        make(tmp_path)
+
+
+def test_verify_finds_tokens_outside_the_vocabulary_whose_hash_fits(tmp_path):
+    cache = make(tmp_path)
+    path = cache.folder / "train-00001.bin"
+    tokens = np.fromfile(path, "<u2")
+    tokens[3] = 257
+    tokens.tofile(path)
+    index = json.loads((cache.folder / "index.json").read_text())
+    index["splits"]["train"]["shards"][1]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (cache.folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"train-00001\.bin holds token 257 of a vocabulary of 257"):
+        make(tmp_path).verify()
+    tokens[3] = 256
+    tokens.tofile(path)
+    index["splits"]["train"]["shards"][1]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (cache.folder / "index.json").write_text(json.dumps(index))
+    make(tmp_path).verify()
+
+
 def test_verify_finds_a_flipped_byte(tmp_path):
     cache = make(tmp_path)
     path = cache.folder / "train-00002.bin"

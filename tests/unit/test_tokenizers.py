@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import sys
 
 import numpy as np
@@ -170,6 +171,12 @@ def _edit(lines, number, line):
         (lambda lines: _edit(lines, 7, b"no rank here"), "model:7: .*each line must be"),
         (lambda lines: _edit(lines, 8, b"!!! 7"), "model:8: .*each line must be"),
         (lambda lines: _edit(lines, 9, b"QQ== -1"), "model:9: .*negative"),
+        (lambda lines: _edit(lines, 9, b"QQ== 2147483648"), "model:9: .*too large"),
+        (lambda lines: _edit(lines, 9, b"QQ== " + b"9" * 10_000), "model:9: .*each line must be"),
+        (lambda lines: _edit(lines, 9, b"QQ=="), "model:9: .*each line must be"),
+        (lambda lines: _edit(lines, 9, b"QQ 9"), "model:9: .*each line must be"),
+        (lambda lines: _edit(lines, 9, b" 9"), "model:9: .*each line must be"),
+        (lambda lines: [*lines, b"@include /etc/passwd"], "model:270: .*each line must be"),
         (lambda lines: _edit(lines, 260, lines[4]), "model:260: .*token or rank 4 came before, in line 5"),
         (lambda lines: lines[1:], "1 of the 256 single bytes"),
         (lambda lines: [b"\x80\x02\x00binary"], "model:1: .*each line must be"),
@@ -194,6 +201,12 @@ def test_ranks_files_that_are_none(make, tmp_path, content, message):
         ("tiktoken_file", {"pattern": r"\p{L}+"}, "pattern", "loses a part"),
         ("tiktoken_file", {"eot_token": "<|endoftxt|>"}, "eot_token", r"did you mean <\|endoftext\|>"),
         ("tiktoken_file", {"special_tokens": {"<|endoftext|>": 7}}, "special_tokens.<|endoftext|>", "another token"),
+        ("tiktoken_file", {"special_tokens": {"<|endoftext|>": 2**40}}, "special_tokens.<|endoftext|>", "too large"),
+        ("tiktoken_file", {"special_tokens": {"<|endoftext|>": 2**80}}, "special_tokens.<|endoftext|>", "too large"),
+        ("tiktoken_file", {"path": "~/tokenizer.model"}, "path", "no such file"),
+        ("tiktoken_file", {"path": "$HOME/tokenizer.model"}, "path", "no such file"),
+        ("tiktoken_file", {"path": "x\0.model"}, "path", "no such file"),
+        ("hf_file", {"path": "$(touch x)/tokenizer.json"}, "path", "no such file"),
         ("tiktoken_file", {"special_tokens": ("a", "a"), "eot_token": "a"}, "special_tokens", "twice"),
         ("hf_file", {"path": "/nowhere/tokenizer.json"}, "path", "no such file"),
         ("hf_file", {"path": __file__}, "path", "is no tokenizer.json"),
@@ -204,6 +217,64 @@ def test_errors(make, name, settings, key, message):
     with pytest.raises(ConfigError, match=message) as error:
         make(name, **settings)
     assert error.value.key == key and "\n" not in str(error.value)
+
+
+CRAFTED = {
+    "pickle": b"\x80\x04cposix\nsystem\n(S'touch x'\ntR.",
+    "deep list": b"[" * 10**6,
+    "deep tables": b'{"model":' * 10**5,
+    "names of files for a vocabulary": {"model": {"type": "BPE", "vocab": "/etc/passwd", "merges": "/etc/passwd"}},
+    "names of files in a list": {"model": {"type": "BPE", "vocab": ["/etc/passwd"], "merges": []}},
+    "negative id": {"model": {"type": "BPE", "vocab": {"<|endoftext|>": -1}, "merges": []}},
+    "id beyond 32 bits": {"model": {"type": "BPE", "vocab": {"<|endoftext|>": 2**32}, "merges": []}},
+    "merge of nothing": {"model": {"type": "BPE", "vocab": {"<|endoftext|>": 0}, "merges": ["x y"]}},
+    "normalizer that panics": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff" * 4).decode()}
+    },
+    "code for a part": {"pre_tokenizer": {"type": "Custom", "code": "import os"}},
+}
+
+
+@pytest.mark.parametrize("content", CRAFTED.values(), ids=CRAFTED)
+def test_crafted_hf_files_are_refused_in_one_line(make, hf_file, tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(hf_file.read_text()) | content).encode()
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"is no tokenizer\.json that the tokenizers library takes") as error:
+        make("hf_file", path=str(tmp_path))
+    assert error.value.key == "path" and "\n" not in str(error.value) and "root:" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_files_that_an_hf_file_names_have_no_effect(make, hf_file, tmp_path):
+    """Nor has what lies beside it, code in particular."""
+    content = json.loads(hf_file.read_text())
+    content["model"] |= {"files": ["/etc/passwd", "/etc/group"], "vocab_file": "vocab.json", "auto_map": "x.py"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "x.py").write_text("raise SystemExit(3)")
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x.X", null]}}')
+    tokenizer = make("hf_file", path=str(tmp_path))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert tokenizer.encode(TEXT).tolist() == make("hf_file").encode(TEXT).tolist()
+
+
+def test_a_panic_while_encoding_is_an_error(make):
+    tokenizer = make("hf_file")
+    panic = type("PanicException", (BaseException,), {})
+
+    class Panics:
+        def encode(self, *args, **kwargs):
+            raise panic("index out of bounds")
+
+    tokenizer.tokenizer = Panics()
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        tokenizer.encode("x")
+    Panics.encode = lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("x")
 
 
 def test_nearest_file_is_named(make, ranks_file):

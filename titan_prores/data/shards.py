@@ -11,17 +11,20 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
+from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError
 from titan_prores.protocols import Dataset, DatasetSection, Tokenizer
 
@@ -33,6 +36,39 @@ _PROGRESS_SECONDS = 5.0
 _HEAD_START_SECONDS = 1.0
 _OPEN_SHARDS = 128  # memory maps held at once; each holds a file descriptor
 _READ_BYTES = 1 << 22
+_MAX_INDEX_BYTES = 1 << 26  # some 400,000 shards
+
+
+# --- The index ----------------------------------------------------------------------------------------------------
+
+
+class _ShardEntry(Section):
+    file: str = setting(pattern=r"^[\w-]+\.bin$")  # beside the index and nowhere else
+    tokens: int = setting(gt=0)
+    bytes: int = setting(gt=0)
+    sha256: str
+
+
+class _SplitEntry(Section):
+    documents: int = setting(ge=0)
+    tokens: int = setting(ge=0)
+    shards: tuple[_ShardEntry, ...]
+
+
+class _Splits(Section):
+    train: _SplitEntry
+    validation: _SplitEntry
+
+
+class _Index(Section):
+    """Content of index.json, which somebody else may have written."""
+
+    format: Literal[FORMAT_VERSION]
+    dtype: Literal["uint16", "uint32"]
+    n_vocab: int = setting(gt=0, le=1 << 32)
+    eot_id: int = setting(ge=0)
+    fingerprint: str
+    splits: _Splits
 
 
 # --- Reading ------------------------------------------------------------------------------------------------------
@@ -125,61 +161,74 @@ class TokenCache:
             ConfigError: the index or a shard is missing, or a shard is not of the size that the index says. The key,
                 `cache_folder`, is relative to the dataset's section.
         """
-        path = folder / INDEX
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            if index["format"] != FORMAT_VERSION:
-                raise _damaged(path, f"has format {index['format']}, not {FORMAT_VERSION}")
-            dtype = np.dtype(index["dtype"]).newbyteorder("<")
-            streams = {}
-            for split in SPLITS:
-                shards = [
-                    Shard(folder / Path(entry["file"]).name, entry["tokens"], entry["bytes"], entry["sha256"])
-                    for entry in index["splits"][split]["shards"]
-                ]
-                streams[split] = TokenStream(split, shards, dtype, index["eot_id"])
-            n_documents = sum(index["splits"][split]["documents"] for split in SPLITS)
-            cache = cls(folder, index["fingerprint"], **streams, n_documents=n_documents, n_vocab=index["n_vocab"])
-        except FileNotFoundError as error:
-            raise _damaged(path, "is missing") from error
-        except OSError as error:
-            raise ConfigError("cache_folder", f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, f"is not an index of token shards ({type(error).__name__}: {error})") from error
-        for stream in streams.values():
-            for shard in stream.shards:
+        index = _read_index(folder / INDEX)
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        streams = {}
+        for split in SPLITS:
+            entries = getattr(index.splits, split).shards
+            shards = [Shard(folder / entry.file, entry.tokens, entry.bytes, entry.sha256) for entry in entries]
+            for shard in shards:
                 _check_size(shard, dtype)
-        return cache
+            streams[split] = TokenStream(split, shards, dtype, index.eot_id)
+        n_documents = sum(getattr(index.splits, split).documents for split in SPLITS)
+        return cls(folder, index.fingerprint, **streams, n_documents=n_documents, n_vocab=index.n_vocab)
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Read shards and compare their hashes with the index.
+        """Read shards, compare their hashes with the index and their tokens with the size of the vocabulary.
 
         Args:
             part: which share of the shards to read, of
             parts: that they are divided into, one a rank.
 
         Raises:
-            ConfigError: a shard has changed since it was written.
+            ConfigError: a shard has changed since it was written, or holds what no tokenizer gave.
         """
         shards = [(stream, shard) for stream in (self.train, self.validation) for shard in stream.shards]
         for stream, shard in shards[part::parts]:
             _check_size(shard, stream.dtype)
-            digest = hashlib.sha256()
+            digest, largest = hashlib.sha256(), 0
             with shard.path.open("rb") as file:
                 while block := file.read(_READ_BYTES):
                     digest.update(block)
+                    largest = max(largest, int(np.frombuffer(block, stream.dtype).max()))
             if digest.hexdigest() != shard.sha256:
                 raise _damaged(shard.path, "does not hold what was written (its hash differs from the index)")
+            if largest >= self.n_vocab:  # hashes can be made to fit, and no embedding has a row for it
+                raise _damaged(shard.path, f"holds token {largest:,} of a vocabulary of {self.n_vocab:,}")
+
+
+def _read_index(path: Path) -> _Index:
+    size = _size(path)
+    if size > _MAX_INDEX_BYTES:
+        raise _damaged(path, f"has {size:,} bytes, more than an index of token shards")
+    try:
+        return _Index.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError("cache_folder", f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+        what = ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))
+        raise _damaged(path, f"is not an index of token shards ({what})") from error
 
 
 def _check_size(shard: Shard, dtype: np.dtype) -> None:
-    try:
-        found = shard.path.stat().st_size
-    except FileNotFoundError as error:
-        raise _damaged(shard.path, "is missing") from error
+    found = _size(shard.path)
     if found != shard.n_bytes or shard.n_bytes != shard.n_tokens * dtype.itemsize:
         raise _damaged(shard.path, f"has {found:,} bytes where the index says {shard.n_tokens:,} tokens "
                                    f"and {shard.n_bytes:,} bytes")  # fmt: skip
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file of the cache folder; a link would lead out of it, a pipe would be waited for."""
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _damaged(path, "is missing") from error
+    except OSError as error:
+        raise ConfigError("cache_folder", f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise _damaged(path, "is not a regular file")
+    return found.st_size
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:
@@ -224,7 +273,7 @@ def prepare(
     lock = FileLock(folder.with_name(folder.name + ".lock"))
     with _as_config_error(config):
         if folder.exists():
-            return TokenCache.open(folder)
+            return _open(folder, tokenizer)
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not first:
             time.sleep(_HEAD_START_SECONDS)
@@ -237,9 +286,17 @@ def prepare(
         missing = not folder.exists()
         if missing:
             _build(dataset, tokenizer, config, folder, source_name, say)
-        return replace(TokenCache.open(folder), just_built=missing)
+        return replace(_open(folder, tokenizer), just_built=missing)
     finally:
         lock.release()
+
+
+def _open(folder: Path, tokenizer: Tokenizer) -> TokenCache:
+    cache = TokenCache.open(folder)
+    if (cache.n_vocab, cache.train.eot_id) != (tokenizer.n_vocab, tokenizer.eot_id):
+        raise _damaged(folder / INDEX, f"is of another tokenizer: {cache.n_vocab:,} tokens, of which "
+                                       f"{cache.train.eot_id:,} ends a document")  # fmt: skip
+    return cache
 
 
 def _key(dataset: Dataset, tokenizer: Tokenizer, config: DatasetSection) -> str:
