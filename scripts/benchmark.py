@@ -41,6 +41,9 @@ MARK = "benchmark"
 ON: list[str] = []
 OFF = ["--transforms.prores.enabled=false"]
 COMPILED = ["--transforms.compile.enabled=true"]
+# More than 100M parameters, and steps short enough for several beside a save.
+LARGE = ["--model.flavor=130M", "--model.vocab_size=32000", "--training.local_batch_size=1"]
+QUIET_STEPS = 3
 PURE_BF16 = ["--training.dtype=bfloat16", "--parallelism.fsdp.enabled=false"]
 
 # Forward and backward in tokens/s, medians of two interleaved rounds, measured once on this kind of machine (2 threads)
@@ -439,6 +442,66 @@ def bare(setup: Setup) -> list[Row]:
     ]  # fmt: skip
 
 
+def asynchronous(setup: Setup) -> list[Row]:
+    """Time that training is stopped by a checkpoint, written beside it or not."""
+    from titan_prores import measuring
+    from titan_prores.measuring import median_interval, paired_ratio
+
+    sized = any(override.startswith("--model.flavor") for override in setup.overrides)
+    bench = setup.bench([] if sized else LARGE)
+    trainer = bench.trainer
+    modes = {"sync": "disabled", "again": "disabled", "thread": "thread", "process": "process"}
+    savers = {}
+    for name, mode in modes.items():
+        own = ["--checkpoint.enabled=true", f"--checkpoint.async_mode={mode}", f"--checkpoint.folder={name}"]
+        slot = measuring.load(setup.config, [*setup.overrides, *own]).slots["checkpoint"]
+        savers[name] = measuring.TimedSaver(
+            slot.build(run=trainer.run, mesh=trainer.mesh), slot.config, trainer.agreement
+        )
+    found, quiet = {name: [] for name in modes}, {name: [] for name in modes}
+
+    def timed(name: str) -> float:
+        quiet[name].append([bench.step() for _ in range(QUIET_STEPS)])
+        found[name].append(measuring.save(bench, savers[name]))
+        return found[name][-1].stopped_seconds
+
+    warmup = 1  # the first save gets memory, and starts the process
+    stopped = measuring.by_turns({name: partial(timed, name) for name in modes}, max(6, setup.pairs // 6), warmup)
+    setup.seconds["async"] = stopped
+    same = paired_ratio(stopped["again"], stopped["sync"])
+    calm = {name: [statistics.median(steps) for steps in quiet[name][warmup:]] for name in modes}
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    size = f"{parameters / 1e6:.0f}M parameters with their optimizer's state"
+    limit, rows = 0.10, []
+    for name in ("thread", "process"):
+        ratio = paired_ratio(stopped[name], stopped["sync"])
+        saves = found[name][warmup:]
+        published = statistics.median(each.published_seconds for each in saves)
+        seconds = {which: median_interval(stopped[which]).median for which in (name, "sync")}
+        times = f"{seconds[name]:.3f} against {seconds['sync']:.2f} s; published after {published:.1f} s"
+        rows.append(
+            Row(f"stopped by a save, async_mode {name} / disabled: time", str(ratio), str(same), f"<= {limit:.2f}:",
+                measuring.verdict_of_share(ratio, same, limit), f"{times}; {size}", ratio)
+        )  # fmt: skip
+    calm_again = paired_ratio(calm["again"], calm["sync"])
+    for name in ("thread", "process"):
+        saves = found[name][warmup:]
+        beside = [(each, usual) for each, usual in zip(saves, calm[name], strict=True) if each.step_seconds]
+        if len(beside) < 6:
+            rows.append(Row(f"training steps beside a save, {name}", "skipped", note="saves are shorter than a step"))
+            continue
+        slower = paired_ratio([statistics.median(each.step_seconds) for each, _ in beside], [u for _, u in beside])
+        lost = [
+            each.stopped_seconds + sum(each.step_seconds) - usual * len(each.step_seconds) for each, usual in beside
+        ]
+        note = f"stop and slower steps together cost {statistics.median(lost):.2f} s a save"
+        rows.append(
+            Row(f"training steps beside a save, async_mode {name} / no save: time", str(slower), str(calm_again),
+                note=note, ratio=slower)
+        )  # fmt: skip
+    return rows
+
+
 PARTS: dict[str, Callable[[Setup], list[Row]]] = {
     "prores-eager": prores_eager,
     "prores-compiled": prores_compiled,
@@ -450,6 +513,7 @@ PARTS: dict[str, Callable[[Setup], list[Row]]] = {
     "graphs": graphs,
     "saved": saved,
     "bare": bare,
+    "async": asynchronous,
     "loader": loader,
     "launch": launch,
 }

@@ -9,9 +9,11 @@ import gc
 import itertools
 import math
 import random
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from titan_prores.config import Section
 from titan_prores.mesh import World
 from titan_prores.protocols import Metric
 from titan_prores.recipe import Recipe, resolve
+from titan_prores.saving import Saver
 from titan_prores.throughput import Throughput
 from titan_prores.trainer import Trainer
 
@@ -108,6 +111,16 @@ def verdict_at_least(found: Interval, same: Interval, limit: float) -> str:
     if found.low / stray >= limit:
         return MET
     return MISSED if found.high * stray < limit else UNRESOLVED
+
+
+def verdict_of_share(ratio: Interval, same: Interval, limit: float) -> str:
+    """Whether a ratio of times is at most `limit`, a goal far below 1, which A/A cannot be close to.
+
+    The interval is widened by what A/A strays from 1, as if the reference had been off by so much.
+    """
+    if ratio.high / min(same.low, 1.0) <= limit:
+        return MET
+    return MISSED if ratio.low / max(same.high, 1.0) > limit else UNRESOLVED
 
 
 def by_turns(steps: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -230,6 +243,64 @@ class Bench:
     def _wait(self) -> None:
         if self.trainer.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.mesh.device)
+
+
+class TimedSaver(Saver):
+    """A saver that adds up how long training waits for it.
+
+    Attributes:
+        stopped_seconds: waited so far, in all of its methods together.
+    """
+
+    stopped_seconds = 0.0
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.stopped_seconds += time.perf_counter() - start
+
+    def save(self, *arguments: Any) -> None:
+        with self._timed():
+            super().save(*arguments)
+
+    def before_update(self) -> None:
+        with self._timed():
+            super().before_update()
+
+    def finish(self) -> None:
+        with self._timed():
+            super().finish()
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a save has cost training.
+
+    Attributes:
+        stopped_seconds: training waited.
+        published_seconds: from its begin until the checkpoint was there.
+        step_seconds: of the steps taken meanwhile, without what they waited.
+    """
+
+    stopped_seconds: float
+    published_seconds: float
+    step_seconds: tuple[float, ...]
+
+
+def save(bench: Bench, saver: TimedSaver) -> Save:
+    """Save once and take steps until the checkpoint is published; then delete it."""
+    trainer = bench.trainer
+    trainer.saver, saver.stopped_seconds = saver, 0.0
+    before, start, steps = trainer.run.noted_checkpoint(), time.perf_counter(), []
+    trainer.save()
+    while (noted := trainer.run.noted_checkpoint()) is None or noted == before:
+        waited = saver.stopped_seconds
+        steps.append(bench.step() - (saver.stopped_seconds - waited))
+    published = time.perf_counter() - start
+    saver.finish()
+    shutil.rmtree(noted)
+    return Save(saver.stopped_seconds, published, tuple(steps))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,12 @@ def record(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
+def records_of(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """What a rank wrote, read back: name -> size and hash. Rank 0 has DCP's own metadata as well."""
+    mine = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+    return {path.name: record(path) for path in [*mine, *([folder / ".metadata"] if rank == 0 else [])]}
+
+
 class CheckpointFolder:
     """Checkpoints are folders `step-<k>`, each with a manifest of its files: their sizes and hashes.
 

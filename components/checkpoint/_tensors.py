@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -12,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,16 +23,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from components.checkpoint._folder import FileRecord, record
+from components.checkpoint._folder import FileRecord, records_of
+from components.checkpoint._process import WriterProcess
 from components.checkpoint._reader import TensorReader
+from components.checkpoint._staging import Stager, State
+from components.checkpoint._writing import write
+from titan_prores.log import logger
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Tensors alone, sharing the run's storage; the optimizer's group settings come from the recipe. Collective."""
     flat = {}
     if optimizer.state:  # asked for a state it has not, torch would make one by a step, which is no step of the run
@@ -38,30 +47,78 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[
     return {"model": _weights(model), "optimizer": tensors}
 
 
-def stager() -> DefaultStager:
-    """Copies a state to the CPU's memory from a thread of its own, into the same memory each time."""
-    on_cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_async_staging=True, use_pinned_memory=on_cuda, use_shared_memory=False, use_non_blocking_copy=on_cuda
-        )
-    )
-
-
-def save(folder: Path, tensors: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup | None = None) -> None:
+def save(folder: Path, tensors: State, group: dist.ProcessGroup | None = None) -> None:
     """Write what `state` gave and get it onto the disk. Collective over `group`.
 
     Raises:
         RuntimeError: with the error of the first rank that had one, in one line.
     """
+    _save(dcp.FileSystemWriter(folder, sync_files=True), tensors, group)
+
+
+def _save(writer: dcp.FileSystemWriter, tensors: State, group: dist.ProcessGroup | None) -> None:
     with _in_one_line():
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), process_group=group)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
 
 
-def records(folder: Path, rank: int) -> dict[str, FileRecord]:
-    """What this rank wrote, read back: name -> size and hash. Rank 0 has DCP's own metadata as well."""
-    mine = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-    return {path.name: record(path) for path in [*mine, *([folder / ".metadata"] if rank == 0 else [])]}
+class Beside:
+    """Saves while training goes on: copies a state, and writes the copy from a thread or from another process.
+
+    Args:
+        group: of the thread that calls `save`.
+        own_process: whether another process writes; it starts with the first save.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, own_process: bool) -> None:
+        self._group = group
+        self._file = os.memfd_create("checkpoint") if own_process else None
+        self._stager = Stager(self._file)
+        self._process: WriterProcess | None = None
+
+    def start(self) -> None:
+        """Have the writing process ready; one that has ended while it had nothing to do is replaced."""
+        if self._file is None or (self._process is not None and self._process.alive):
+            return
+        if self._process is not None:
+            logger.warning("the process that writes checkpoints has ended; starting another")
+        self._process = WriterProcess([self._file])
+
+    def stage(self, state: State) -> concurrent.futures.Future[State]:
+        """As `Stager.stage`."""
+        return self._stager.stage(state)
+
+    def save(self, folder: Path, tensors: State) -> None:
+        """As the function `save`, of what `stage` has copied."""
+        if self._process is None:
+            save(folder, tensors, self._group)
+        else:
+            _save(_WriterBeside(folder, self._stager, self._file, self._process), tensors, self._group)
+
+    def records_of(self, folder: Path, rank: int) -> dict[str, FileRecord]:
+        """As the function `records_of`. Raises RuntimeError where the other process cannot."""
+        return records_of(folder, rank) if self._process is None else self._process.call(records_of, folder, rank)
+
+
+class _WriterBeside(dcp.FileSystemWriter):
+    """DCP plans here, with the other ranks; the other process needs to know of neither ranks nor meshes.
+
+    Args:
+        folder: to write into.
+        stager: with the tensors, in the memory of
+        file: a descriptor that
+        process: has as well.
+    """
+
+    def __init__(self, folder: Path, stager: Stager, file: int, process: WriterProcess) -> None:
+        super().__init__(folder, sync_files=True)
+        self._folder, self._stager, self._file, self._process = folder, stager, file, process
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        places = {item.index: self._stager.place(planner.resolve_data(item)) for item in plan.items}
+        plan = dataclasses.replace(plan, planner_data=None)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(self._process.call(write, self._folder, plan, places, self._file, self._stager.bytes))
+        return written
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

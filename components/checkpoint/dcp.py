@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
-from components.checkpoint._folder import CheckpointFolder
+from components.checkpoint._folder import CheckpointFolder, FileRecord, records_of
 from titan_prores.config import one_of, setting
 from titan_prores.errors import ConfigError
 from titan_prores.log import logger
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from components.checkpoint._tensors import Beside
     from titan_prores.mesh import Mesh
     from titan_prores.run_folder import RunFolder
 
@@ -44,8 +46,12 @@ class DistributedCheckpoint:
         verify: Literal["always", "sizes", "never"] = setting(
             "always", "before resuming: read every file and compare its hash, compare sizes, or trust what is there"
         )
-        async_mode: Literal["disabled", "thread"] = setting(
-            "disabled", "thread = training goes on while a copy in the CPU's memory is written"
+        async_mode: Literal["disabled", "thread", "process"] = setting(
+            "disabled",
+            "disabled = training waits until a checkpoint is published; thread = training goes on while a copy in the "
+            "CPU's memory, as large as a rank's share of weights and optimizer state, is written; process = and a "
+            "process of its own writes it at low priority, so that training need not share its interpreter with the "
+            "writer, for some 300 MB of memory a rank more",
         )
         init_from: str | None = setting(
             None,
@@ -67,14 +73,21 @@ class DistributedCheckpoint:
                 return value
             return one_of(value, ("auto", "must", "never"))
 
+        @field_validator("async_mode")
+        @classmethod
+        def _possible_here(cls, value: str) -> str:
+            if value == "process" and not hasattr(os, "memfd_create"):
+                raise ValueError("needs memory in files without a name, which this system lacks (allowed: thread)")
+            return value
+
     def __init__(self, config: Config, *, run: RunFolder, mesh: Mesh) -> None:
         self.config, self.mesh, self.run = config, mesh, run
         self.folder = CheckpointFolder(run.path / config.folder)
-        self._stager: Any = None
+        self._beside: Beside | None = None  # what writes while training goes on; kept, its memory is dear to get
         self._staged: Future | None = None  # the copy that the writer is waiting for
         self._written: Future | None = None  # a save that goes on while training does
-        if config.async_mode == "thread":
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        if config.async_mode != "disabled":
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._group = mesh.new_group()  # collectives of two threads must not meet in one group
 
     # --- Where to start -------------------------------------------------------------------------------------------
@@ -190,31 +203,32 @@ class DistributedCheckpoint:
         folder = self.mesh.on_main(lambda: self.folder.prepare(step))
         state = _tensors.state(model, optimizer)
         if self.config.async_mode == "disabled":
-            self._write(step, folder, state, meta, self.mesh.gather, None)
+            self._write(step, folder, lambda: _tensors.save(folder, state), records_of, meta, self.mesh.gather)
             return
-        if self._stager is None:
-            self._stager = _tensors.stager()  # kept: the memory that it copies to is dear to get
-        self._staged = self._stager.stage(state)
-        self._written = self._writer.submit(self._write_staged, step, folder, self._staged, meta)
+        if self._beside is None:
+            self._beside = _tensors.Beside(self._group, own_process=self.config.async_mode == "process")
+        self._beside.start()
+        self._staged = self._beside.stage(state)
+        self._written = self._thread.submit(self._write_staged, step, folder, self._staged, meta)
 
     def _write_staged(self, step: int, folder: Path, staged: Future, meta: Mapping[str, Any]) -> None:
         self._write(
-            step, folder, staged.result(), meta, lambda value: self.mesh.gather(value, self._group), self._group
-        )
+            step, folder, lambda: self._beside.save(folder, staged.result()), self._beside.records_of, meta,
+            lambda value: self.mesh.gather(value, self._group),
+        )  # fmt: skip
 
     def _write(
-        self, step: int, folder: Path, state: dict[str, Any], meta: Mapping[str, Any],
-        gather: Callable[[Any], list[Any]], group: Any,
+        self, step: int, folder: Path, save: Callable[[], None],
+        read_back: Callable[[Path, int], dict[str, FileRecord]], meta: Mapping[str, Any],
+        gather: Callable[[Any], list[Any]],
     ) -> None:  # fmt: skip
         """Write, read back and publish. Collective; raises on all ranks what one of them met."""
-        from components.checkpoint import _tensors
-
         try:
-            _tensors.save(folder, state, group)
+            save()
             records, problem = {}, None
             try:
-                records = _tensors.records(folder, self.mesh.rank)
-            except OSError as error:
+                records = read_back(folder, self.mesh.rank)
+            except (OSError, RuntimeError) as error:
                 problem = f"rank {self.mesh.rank}: {error}"
             found = gather((records, problem))
             problems = [problem for _, problem in found if problem]
