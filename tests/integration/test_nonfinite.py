@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.launch import debug, launch, losses, rows
+from tests.integration.launch import debug, fork, losses, rows
 from titan_prores.data import TokenWindows, sample_windows
 from titan_prores.data.shards import TokenCache
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, name: str, *overrides: str, **settings: object) -> tuple[Path, str]:
     """A run whose checkpoints are of every fifth step; its folder and what it printed."""
     own = [f"--import={folder / 'parts.py'}", "--loss.name=allergic", "--checkpoint.interval=5"]
-    finished = launch(*debug(folder / name, *own, *overrides), **settings)
+    finished = fork(*debug(folder / name, *own, *overrides), **settings)
     return folder / name, finished.text
 
 

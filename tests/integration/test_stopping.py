@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import debug, finish, launch, losses, rows, start
+from tests.integration.launch import debug, finish, fork, losses, rows, start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -55,7 +55,7 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
     assert not [row for row in rows(run) if row.get("validation")]
 
     (tmp_path / "slow").unlink()
-    assert "resuming at step 6" in launch(*own, ranks=ranks).text
+    assert "resuming at step 6" in fork(*own, ranks=ranks).text
     straight = [part.replace(str(run), str(tmp_path / "straight")) for part in own]
-    launch(*straight, ranks=ranks)
+    fork(*straight, ranks=ranks)
     assert losses(run) == losses(tmp_path / "straight")
