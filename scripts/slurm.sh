@@ -24,7 +24,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 
 # The nodes meet at the first of them. The port depends on the job, so that two jobs on shared nodes do not collide.
-# (No pipe into head: it would end before scontrol now and then, and pipefail the job with it.)
+# A pipe into head would now and then end before scontrol has written all, and the job with it.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 20000))

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm.sh"
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
-def submitted(folder: Path, *arguments: str, **variables: str) -> list[str]:
+def submitted(folder: Path, *arguments: str) -> list[str]:
     """The command line that srun gets, from a checkout in a folder with a blank in its name."""
     checkout, programs = folder / "a checkout", folder / "programs"
     for made in (checkout, programs):
@@ -28,7 +28,7 @@ def submitted(folder: Path, *arguments: str, **variables: str) -> list[str]:
     environment = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "HOME": str(folder / "home"),
         "SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_GPUS_ON_NODE": "8", **variables,
+        "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_GPUS_ON_NODE": "8",
     }  # fmt: skip
     subprocess.run(["bash", str(SCRIPT), *arguments], env=environment, check=True, timeout=30)
     assert (folder / "where").read_text().strip() == str(checkout) and not list(checkout.iterdir())
