@@ -24,7 +24,9 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 
 # The nodes meet at the first of them. The port depends on the job, so that two jobs on shared nodes do not collide.
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# A pipe into head would now and then end before scontrol has written all, and the job with it.
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 # SLURM_GPUS_ON_NODE is missing on a partition without GPUs: then one rank a node, on its CPUs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -17,6 +18,36 @@ REPOSITORY = Path(__file__).parents[2]
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+
+
+def defined(tests: Path) -> set[str]:
+    """Names of test files, and of the test functions in them, that pytest would collect."""
+    found = set()
+    for path in tests.rglob("test_*.py"):
+        found.add(path.name)
+        for node in ast.parse(path.read_text()).body:
+            inside = node.body if isinstance(node, ast.ClassDef) and node.name.startswith("Test") else [node]
+            found |= {each.name for each in inside if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return {name for name in found if name.startswith("test_")}
+
+
+def test_every_test_that_it_names_exists() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    named = set(re.findall(r"`(test_[^`]*)`", text))
+    assert not named - defined(REPOSITORY / "tests")
+    table = text.split("### Runs that are stopped, killed or damaged\n")[1].strip().split("\n\n")[0].splitlines()
+    assert table[0].split("|")[-2].strip() == "test" and len(table) > 10
+    for row in table[2:]:
+        proofs = row.split("|")[-2]
+        assert re.fullmatch(r" `test_\w+(\.py)?`(, `test_\w+(\.py)?`)* ", proofs), f"no test proves this: {row}"
+
+
+def test_a_test_that_is_not_there_would_be_missed(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "def test_one(): ...\ndef helper():\n    def test_inside(): ...\n# def test_two(): ...\n"
+        "class TestThree:\n    def test_four(self): ..."
+    )
+    assert defined(tmp_path) == {"test_a.py", "test_one", "test_four"}
 
 
 class Block(nn.Module):
