@@ -73,13 +73,15 @@ def turn(world_size: int) -> AbstractContextManager[Any]:
     return FileLock(Path(tempfile.gettempdir()) / f"ranks-{session}.lock")
 
 
-def wait(processes: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
-    """Wait until all have ended, but not longer than `timeout` seconds, or GRACE_SECONDS once one has failed."""
+def wait(
+    processes: list[multiprocessing.process.BaseProcess], timeout: float, grace_seconds: float = GRACE_SECONDS
+) -> None:
+    """Wait until all have ended, but not longer than `timeout` seconds, or `grace_seconds` once one has failed."""
     deadline = time.monotonic() + timeout
     shortened = False
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if not shortened and any(process.exitcode not in (None, 0) for process in processes):
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + grace_seconds)
             shortened = True
         time.sleep(0.02)
 

@@ -133,7 +133,7 @@ def fork(
             with turn(ranks):
                 for process in processes:
                     process.start()
-                wait(processes, timeout)
+                wait(processes, timeout, grace_seconds=30)
             left = [process.pid for process in processes if process.is_alive()]
         finally:
             for process in processes:
