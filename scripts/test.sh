@@ -21,5 +21,5 @@ else
 fi
 # Two workers, as tests start up to four processes themselves; slow files come first, so that both end at about the same
 # time. An -m or -n among the arguments comes later and wins. The odd expansion is for an empty array under bash 3.2.
-exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "$markers" \
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$markers" \
     ${arguments[@]+"${arguments[@]}"}

@@ -1,4 +1,4 @@
-"""Options of the whole suite, how it is spread over workers, and what no file may leave to the next."""
+"""Options of the whole suite, and what no file may leave to the next."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files from what is found")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup a file goes to one worker, as its tests share fixtures, unless it names a group itself."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="module", autouse=True)

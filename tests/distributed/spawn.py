@@ -14,9 +14,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 # How long the ranks beside a failed one get to fail by themselves, so that their tracebacks are seen too.
 GRACE_SECONDS = 5.0
@@ -46,9 +49,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             for rank in range(world_size)
         ]
         try:
-            for process in processes:
-                process.start()
-            wait(processes, timeout)
+            with turn(world_size):
+                for process in processes:
+                    process.start()
+                wait(processes, timeout)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -61,13 +65,23 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def wait(processes: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
-    """Wait until all have ended, but not longer than `timeout` seconds, or GRACE_SECONDS once one has failed."""
+def turn(world_size: int) -> AbstractContextManager[Any]:
+    """Holds back more than two ranks while another worker of pytest-xdist has as many."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None or world_size <= 2:
+        return nullcontext()
+    return FileLock(Path(tempfile.gettempdir()) / f"ranks-{session}.lock")
+
+
+def wait(
+    processes: list[multiprocessing.process.BaseProcess], timeout: float, grace_seconds: float = GRACE_SECONDS
+) -> None:
+    """Wait until all have ended, but not longer than `timeout` seconds, or `grace_seconds` once one has failed."""
     deadline = time.monotonic() + timeout
     shortened = False
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if not shortened and any(process.exitcode not in (None, 0) for process in processes):
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + grace_seconds)
             shortened = True
         time.sleep(0.02)
 

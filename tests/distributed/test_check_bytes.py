@@ -19,7 +19,7 @@ from titan_prores.protocols import Metric
 from titan_prores.recipe import Recipe, resolve
 from titan_prores.trainer import Trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("four ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 RANKS = 4

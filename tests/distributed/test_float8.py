@@ -16,7 +16,7 @@ import torch
 from tests.distributed.parity import BASELINE, train, train_all
 from tests.distributed.spawn import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("four ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FLOAT8 = "--transforms.float8."
 ALL_GATHER = [f"{FLOAT8}enable_fsdp_float8_all_gather=true", f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp=true"]

@@ -14,7 +14,7 @@ from tests.distributed.spawn import run_ranks
 from titan_prores import trainer as trainer_module
 from titan_prores.init import init_weights, match_rules, name_seed
 
-pytestmark = pytest.mark.xdist_group("four ranks")
+pytestmark = pytest.mark.timeout(600)
 
 LAYOUTS = {
     "one": (1, []),

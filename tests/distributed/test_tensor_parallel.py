@@ -18,7 +18,7 @@ from tests.distributed.spawn import run_ranks
 from titan_prores import trainer as trainer_module
 from titan_prores.init import init_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four ranks")]
+pytestmark = pytest.mark.slow
 
 TP = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS = {

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.distributed.spawn import wait
+from tests.distributed.spawn import turn, wait
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "TITAN_PRORES_TEST_LAUNCH"
@@ -104,7 +104,8 @@ def _kill(launched: subprocess.Popen) -> None:
 
 def launch(*arguments: str, ranks: int = 1, cwd: Path | None = None, status: int | None = 0) -> Finished:
     """Run to the end; fails unless the exit status is `status` (None = any)."""
-    finished = finish(start(*arguments, ranks=ranks, cwd=cwd))
+    with turn(ranks):
+        finished = finish(start(*arguments, ranks=ranks, cwd=cwd))
     assert status is None or finished.status == status, f"status {finished.status}:\n{finished.text}"
     return finished
 
@@ -129,9 +130,10 @@ def fork(
             for variables in of_each
         ]
         try:
-            for process in processes:
-                process.start()
-            wait(processes, timeout)
+            with turn(ranks):
+                for process in processes:
+                    process.start()
+                wait(processes, timeout, grace_seconds=30)
             left = [process.pid for process in processes if process.is_alive()]
         finally:
             for process in processes:
