@@ -53,9 +53,17 @@ def setup(log_file: Path | None, rank: int, world_size: int) -> None:
         shown.setFormatter(_PlainFormatter(f"%(asctime)s {mark}%(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(shown)
     if rank == 0 and log_file is not None:
-        kept = logging.FileHandler(log_file, mode="a", encoding="utf-8")
+        kept = _LogFile(log_file, mode="a", encoding="utf-8")
         kept.setFormatter(_PlainFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         logger.addHandler(kept)
+
+
+class _LogFile(logging.FileHandler):
+    """Keeps lines that a full disk does not take, and tries again with the next one; the console has them anyhow."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _PlainFormatter(logging.Formatter):

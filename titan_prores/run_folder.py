@@ -6,6 +6,7 @@ Holds recipe.toml, env.json, train.log, metrics.jsonl, tensorboard/ and checkpoi
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib.metadata
 import json
 import math
@@ -109,7 +110,15 @@ class RunFolder:
         if self.is_main and self.path.is_dir():
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             status = {"state": state, "step": step, **facts, "time": now}
-            _write_atomically(self.path / "status.json", (json.dumps(status, indent=1) + "\n").encode())
+            file, content = self.path / "status.json", (json.dumps(status, indent=1) + "\n").encode()
+            try:
+                _write_atomically(file, content)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not file.exists():
+                    raise
+                with file.open("r+b") as stream:  # the blocks that it has are still its own
+                    stream.write(content)
+                    stream.truncate()
 
     def note_start(self, recipe: Recipe, mesh: Mapping[str, int], step: int) -> None:
         """Write what runs here from `step` on: recipe, surroundings with the mesh's degrees, status."""
@@ -210,10 +219,14 @@ def _unused(name: Callable[[int], Path], first: int = 0) -> Path:
 def _write_atomically(file: Path, content: bytes) -> None:
     """Leave either the old file or the new one whole on disk, wherever the machine stops."""
     temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(file)
 
 

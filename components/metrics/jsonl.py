@@ -33,8 +33,12 @@ class JsonLines(Metric):
             self._file.write("\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(plain(row), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(plain(row), allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error  # it does not say of which file
 
     def close(self) -> None:
         if self._file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -36,7 +37,7 @@ def straight(folder: Path) -> dict[int, Path]:
     return runs
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 60) -> object:
+def until(condition: Callable[[], object], what: str, seconds: float = 120) -> object:
     """The first true value of `condition`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -65,6 +66,12 @@ def unfinished(run: Path) -> list[Path]:
     return list((run / "checkpoint").glob(".unfinished-step-*"))
 
 
+def trained(run: Path) -> int:
+    """Step of the newest row, whose line may still be growing."""
+    *lines, _ = (run / "metrics.jsonl").read_text().split("\n")
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
 @pytest.fixture
 def held(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, Path]]:
     """A run of as many ranks as the test says, of whose second save one writing process has been stopped."""
@@ -76,9 +83,16 @@ def held(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterat
         until(lambda: "step-00000005" in published(run), "first checkpoint")
         *_, writer = until(lambda: writers(launched), "writer")
         writer.suspend()
-        # The next save waits for that process, however far it was with this one.
-        (step,) = until(lambda: unfinished(run), "second save")
-        launched.writer, launched.step = writer, int(step.name.rpartition("-")[2])
+        latest = trained(run)
+
+        def waiting() -> int | None:
+            """The save that needs that process: one begun since, or one that the next save is waiting for."""
+            steps = [int(path.name.rpartition("-")[2]) for path in unfinished(run)]
+            return next((step for step in steps if step > latest or trained(run) >= step + 5), None)
+
+        until(waiting, "save that waits")
+        time.sleep(0.5)
+        launched.writer, launched.step = writer, until(waiting, "save that waits")
         yield launched, run
     finally:
         for process in processes_of(launched):
