@@ -526,7 +526,7 @@ class Campaign:
         self.text.write_bytes(CORPUS.read_bytes()[:CORPUS_BYTES])
         self.references: dict[str, Expected] = {}
         self.seconds = {1: 3.0, 2: 5.0}  # of a launch, by ranks
-        self.operations: dict[tuple[int, int], int] = {}  # (ranks, rank) -> of a launch
+        self.operations: dict[tuple[int, int], float] = {}  # (ranks, rank) -> operations on files a step
 
     def arguments(self, chain: Path, layout: Layout, *more: str) -> list[str]:
         files = f"--dataset.files=[{str(self.text)!r}]"
@@ -652,9 +652,11 @@ class Chain:
             raise Lost(f"{what} ended with {ended.statuses} {ended.trouble}: {ended.text.strip()[-600:]}")
         ranks = self.layout.ranks
         self.campaign.seconds[ranks] = (self.campaign.seconds[ranks] + ended.seconds) / 2
-        for rank in range(ranks):
-            log = folder / f"operations-{rank}-0.txt"
-            self.campaign.operations[ranks, rank] = len(log.read_text().splitlines()) if log.exists() else 0
+        if steps := len(read_samples(folder)):
+            for rank in range(ranks):
+                log = folder / f"operations-{rank}-0.txt"
+                count = len(log.read_text().splitlines()) if log.exists() else 0
+                self.campaign.operations[ranks, rank] = count / steps
 
     def arguments(self, each: Round, end: int) -> list[str]:
         return self.campaign.arguments(
@@ -966,10 +968,11 @@ def _ended(ended: Ended, record: Record, allowed: Callable[[int], bool], what: s
         raise Lost(f"{record.kind} ({record.moment}): {what}, not {ended.statuses}: {ended.text.strip()[-600:]}")
 
 
-def _at_operation(chain: Chain, fault: Fault, **harm: Any) -> dict[str, Any]:
-    """Harm to one rank, at one of as many operations on files as a launch of it has."""
+def _at_operation(chain: Chain, fault: Fault, end: int, **harm: Any) -> dict[str, Any]:
+    """Harm to one rank, at one of about as many operations on files as the next launch of it has."""
     rank = fault.pick(0, range(chain.layout.ranks))
-    count = chain.campaign.operations.get((chain.layout.ranks, rank), 40)
+    steps = max(1, end - max(chain.whole(), default=0))
+    count = steps * chain.campaign.operations.get((chain.layout.ranks, rank), 2 if rank else 10)
     return {"rank": rank, "operation": 1 + int(fault.draws[1] * count), **harm}
 
 
@@ -996,14 +999,14 @@ def _harmed(
 @kind("kill at operation", 6, during=True)
 def kill_at_operation(chain: Chain, fault: Fault, record: Record, each: Round, end: int) -> None:
     """A rank is killed between two operations on files of the run folder: most are those of saves."""
-    harm = _at_operation(chain, fault, kind="kill")
+    harm = _at_operation(chain, fault, end, kind="kill")
     _harmed(chain, record, each, end, harm, lambda status: status in (-9, 0, 1), "ranks end when one is killed")
 
 
 @kind("kill in operation", 4, during=True)
 def kill_in_operation(chain: Chain, fault: Fault, record: Record, each: Round, end: int) -> None:
     """The same a moment later, amid writing a file."""
-    harm = _at_operation(chain, fault, kind="kill", delay_seconds=1e-5 + 3e-3 * fault.draws[2])
+    harm = _at_operation(chain, fault, end, kind="kill", delay_seconds=1e-5 + 3e-3 * fault.draws[2])
     _harmed(chain, record, each, end, harm, lambda status: status in (-14, 0, 1), "ranks end when one is killed")
 
 
@@ -1084,7 +1087,7 @@ def disk_error(chain: Chain, fault: Fault, record: Record, each: Round, end: int
 
 
 def _disk_fails(chain: Chain, fault: Fault, record: Record, each: Round, end: int, code: str, times: int) -> None:
-    harm = _at_operation(chain, fault, kind="refuse", errno=code, times=times)
+    harm = _at_operation(chain, fault, end, kind="refuse", errno=code, times=times)
     ended = _harmed(chain, record, each, end, harm, lambda status: status in (0, 1, 2), "an error that is told")
     reason = os.strerror(getattr(errno, code))
     if any(ended.statuses.values()) and reason not in ended.text:
@@ -1144,7 +1147,7 @@ def late_rank(chain: Chain, fault: Fault, record: Record, each: Round, end: int)
 @kind("torchrun restarts", 1, during=True)
 def torchrun_restarts(chain: Chain, fault: Fault, record: Record, each: Round, end: int) -> None:
     """torchrun --max-restarts: a rank is killed between two operations, and the run goes on by itself to its end."""
-    harm = _at_operation(chain, fault, kind="kill")
+    harm = _at_operation(chain, fault, end, kind="kill")
     starter = functools.partial(Real, options=[f"--max-restarts={MAX_RESTARTS}"])
     _harmed(chain, record, each, end, harm, lambda status: status == 0, "torchrun goes on", starter=starter)
     rows = [row for row in read_rows(chain.run / "metrics.jsonl")[0] if "loss" in row]
