@@ -27,6 +27,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -64,6 +65,7 @@ SETTINGS = [
     f"--checkpoint.interval={INTERVAL}", "--checkpoint.keep_latest_k=4", "--validation.freq=5",
     "--validation.max_tokens=512", "--metrics.tensorboard.enabled=false",
 ]  # fmt: skip
+_BEGINNING = re.compile(r"^\d\d:\d\d:\d\d (?:resuming|starting) at step (\d+)\b.*", re.M)
 COMPARED = ("loss", "grad_norm", "lr", "tokens")
 
 
@@ -272,12 +274,19 @@ class Forked:
         deadline = time.monotonic() + 20  # a worker looks every 5 s whether its parent is there
         while left := [process for process in psutil.process_iter() if _session(process) in sessions]:
             if time.monotonic() > deadline:
-                for process in left:
-                    with suppress(psutil.Error):
-                        process.kill()
-                return f"{len(left)} processes left behind"
+                return _kill_and_tell(left)
             time.sleep(0.05)
         return ""
+
+
+def _kill_and_tell(left: Sequence[psutil.Process]) -> str:
+    """End processes that should not be there; says what they were."""
+    told = []
+    for process in left:
+        with suppress(psutil.Error):
+            told.append(f"{process.pid} ({process.status()}): {' '.join(process.cmdline())[:60]}")
+            process.kill()
+    return f"{len(left)} processes left behind: {'; '.join(told)}"
 
 
 def _session(process: psutil.Process) -> int | None:
@@ -296,6 +305,7 @@ def run_rank(arguments: list[str], environment: dict[str, str], output: str) -> 
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # a fork server's child would start its own workers by another
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from titan_prores.cli import main
 
@@ -364,9 +374,8 @@ class Real:
         deadline = time.monotonic() + PEERS_END_SECONDS
         while (left := processes_of(self.process)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if left and not trouble:
-            trouble = f"{len(left)} processes left behind"
-        self._kill()
+        if left:
+            trouble = trouble or _kill_and_tell(left)
         (self.folder / "output-0.txt").write_text(out + err)
         return Ended({-1: self.process.returncode}, out + err, seconds, trouble)
 
@@ -714,8 +723,8 @@ class Chain:
         """Everything about a launch that must hold whatever happened to it."""
         if ended.trouble:
             raise Lost(ended.trouble)
-        said = [line for line in ended.text.splitlines() if "resuming at step" in line or "starting at step 0" in line]
-        if said and f"at step {resume}" + ("," if resume else ":") not in said[0]:
+        said = _BEGINNING.search(ended.text)
+        if said and int(said[1]) != resume:
             raise Lost(f"the newest whole checkpoint is of step {resume}, and it went on elsewhere: {said[0]}")
         ended_itself = all(status in (0, 75) for status in ended.statuses.values())
         starts = []
