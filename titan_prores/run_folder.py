@@ -132,9 +132,9 @@ class RunFolder:
     def set_aside_metrics(self, step: int) -> int:
         """Move the rows of metrics.jsonl past `step` to metrics.after-step-<step>.jsonl, so that a step occurs once.
 
-        Lines at the end that are no rows, as a killed writer or a power failure leaves, are dropped. However often a
-        run resumes, no row is lost: the side file of an earlier time is kept beside the new one, and it is on disk before
-        metrics.jsonl is replaced.
+        Lines at the end that are no rows, as a killed writer or a power failure leaves, are dropped. No row is lost,
+        however often a run resumes: the side file of an earlier time is kept beside the new one, and it is on disk
+        before metrics.jsonl is replaced.
 
         Returns:
             The number of rows moved.
