@@ -148,8 +148,9 @@ class RunFolder:
     def set_aside_metrics(self, step: int) -> int:
         """Move the rows of metrics.jsonl past `step` to metrics.after-step-<step>.jsonl, so that a step occurs once.
 
-        A last line that a killed writer left unfinished is dropped. However often a run resumes, no row is lost: the
-        side file of an earlier time is kept beside the new one, and it is on disk before metrics.jsonl is replaced.
+        Lines at the end that are no rows, as a killed writer or a power failure leaves, are dropped. No row is lost,
+        however often a run resumes: the side file of an earlier time is kept beside the new one, and it is on disk
+        before metrics.jsonl is replaced.
 
         Returns:
             The number of rows moved.
@@ -158,9 +159,9 @@ class RunFolder:
             return 0
         data = self.metrics_file.read_bytes()
         lines = data.splitlines(keepends=True)
-        if lines and _row_step(lines[-1]) is None:
+        while lines and _row_step(lines[-1]) is None:
             lines.pop()
-        elif lines and not lines[-1].endswith(b"\n"):
+        if lines and not lines[-1].endswith(b"\n"):
             lines[-1] += b"\n"
         kept = [line for line in lines if (_row_step(line) or 0) <= step]
         moved = [line for line in lines if (_row_step(line) or 0) > step]

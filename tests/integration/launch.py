@@ -48,21 +48,32 @@ class Finished:
         return self.out + self.err
 
 
-def command(*arguments: str, ranks: int = 1) -> list[str]:
-    """plain python for one rank, torchrun for more."""
-    if ranks == 1:
+def command(*arguments: str, ranks: int = 1, torchrun_options: Sequence[str] = ()) -> list[str]:
+    """plain python for one rank, torchrun for more or where it is given options."""
+    if ranks == 1 and not torchrun_options:
         return [sys.executable, str(TRAIN), *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return [*launcher, str(TRAIN), *arguments]
+    return [*launcher, *torchrun_options, str(TRAIN), *arguments]
 
 
-def start(*arguments: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen:
-    """Start a launch whose processes can all be told by a mark in their environment; `finish` ends it."""
+def start(
+    *arguments: str, ranks: int = 1, cwd: Path | None = None, torchrun_options: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
+) -> subprocess.Popen:  # fmt: skip
+    """Start a launch whose processes can all be told by a mark in their environment; `finish` ends it.
+
+    Args:
+        arguments: of scripts/train.py.
+        ranks: how many.
+        cwd: where to run it; the repository where it is not given.
+        torchrun_options: more options for torchrun.
+        wrapper: a command line that runs the one it is followed by.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
     process = subprocess.Popen(
-        command(*arguments, ranks=ranks), cwd=cwd or REPOSITORY, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*wrapper, *command(*arguments, ranks=ranks, torchrun_options=torchrun_options)], cwd=cwd or REPOSITORY,
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process.mark = environment[MARK]
     return process

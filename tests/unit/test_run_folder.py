@@ -190,6 +190,17 @@ def test_set_aside_keeps_a_whole_last_row_without_its_line_end(run):
     assert steps_in(run.metrics_file) == [1, 2, 3] and run.metrics_file.read_text().endswith("\n")
 
 
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 3, "lo', b"\0" * 512, b"\xff\xfe", b"garbage\n\0\0\n\n[3]\n", b"garbage\n\n"]
+)
+def test_set_aside_drops_what_is_no_row_at_the_end(tail, run):
+    write_rows(run, [1, 2])
+    whole = run.metrics_file.read_bytes()
+    run.metrics_file.write_bytes(whole + tail)
+    assert run.set_aside_metrics(5) == 0
+    assert run.metrics_file.read_bytes() == whole
+
+
 def test_set_aside_loses_nothing_when_it_is_interrupted(run, monkeypatch):
     write_rows(run, [1, 2, 3])
     before = run.metrics_file.read_bytes()

@@ -1,0 +1,14 @@
+"""Imported once by the parent that ranks are forked from: what a launch would spend its first seconds importing."""
+
+import importlib
+
+from titan_prores import registry
+
+for name in (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torchdata.stateful_dataloader", "components.checkpoint._tensors", "titan_prores.cli", "titan_prores.trainer",
+    "tests.integration.torture",
+):  # fmt: skip
+    importlib.import_module(name)
+for kind in registry.KINDS:
+    registry.names(kind)
