@@ -69,7 +69,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def finish(process: subprocess.Popen, status: int) -> str:
     """Wait for the end; returns what it said on stderr."""
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=180)
     finally:
         process.kill()
     assert process.returncode == status, out + err
@@ -114,7 +114,7 @@ def test_disk_that_something_else_fills(disk: Disk, tmp_path: Path, straight: di
     run = disk.outside / "run"
     process = disk.start(*own)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while process.poll() is None and time.monotonic() < deadline:
             if (run / "checkpoint/step-00000005").is_dir():
                 disk.fill()
