@@ -42,7 +42,9 @@ ON: list[str] = []
 OFF = ["--transforms.prores.enabled=false"]
 COMPILED = ["--transforms.compile.enabled=true"]
 # More than 100M parameters, and steps short enough for several beside a save.
-LARGE = ["--model.flavor=130M", "--model.vocab_size=32000", "--training.local_batch_size=1"]
+LARGE = [
+    "--model.flavor=130M", "--model.vocab_size=32000", "--training.local_batch_size=1", "--training.seq_len=64",
+]  # fmt: skip
 QUIET_STEPS = 3
 PURE_BF16 = ["--training.dtype=bfloat16", "--parallelism.fsdp.enabled=false"]
 
@@ -466,12 +468,12 @@ def asynchronous(setup: Setup) -> list[Row]:
         return found[name][-1].stopped_seconds
 
     warmup = 1  # the first save gets memory, and starts the process
-    stopped = measuring.by_turns({name: partial(timed, name) for name in modes}, max(6, setup.pairs // 6), warmup)
+    stopped = measuring.by_turns({name: partial(timed, name) for name in modes}, max(6, setup.pairs // 10), warmup)
     setup.seconds["async"] = stopped
     same = paired_ratio(stopped["again"], stopped["sync"])
     calm = {name: [statistics.median(steps) for steps in quiet[name][warmup:]] for name in modes}
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    size = f"{parameters / 1e6:.0f}M parameters with their optimizer's state"
+    size = f"{parameters / 1e6:.0f}M parameters and Adam's state, {bench.tokens_per_step} tokens a step"
     limit, rows = 0.10, []
     for name in ("thread", "process"):
         ratio = paired_ratio(stopped[name], stopped["sync"])

@@ -32,7 +32,7 @@ from components.checkpoint._folder import FileRecord, records_of
 from components.checkpoint._process import WriterProcess
 from components.checkpoint._reader import TensorReader
 from components.checkpoint._staging import Stager, State
-from components.checkpoint._writing import write
+from components.checkpoint._writing import Writer, write
 from titan_prores.log import logger
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -53,10 +53,10 @@ def save(folder: Path, tensors: State, group: dist.ProcessGroup | None = None) -
     Raises:
         RuntimeError: with the error of the first rank that had one, in one line.
     """
-    _save(dcp.FileSystemWriter(folder, sync_files=True), tensors, group)
+    _save(Writer(folder), tensors, group)
 
 
-def _save(writer: dcp.FileSystemWriter, tensors: State, group: dist.ProcessGroup | None) -> None:
+def _save(writer: Writer, tensors: State, group: dist.ProcessGroup | None) -> None:
     with _in_one_line():
         dcp.save(tensors, storage_writer=writer, process_group=group)
 
@@ -99,7 +99,7 @@ class Beside:
         return records_of(folder, rank) if self._process is None else self._process.call(records_of, folder, rank)
 
 
-class _WriterBeside(dcp.FileSystemWriter):
+class _WriterBeside(Writer):
     """DCP plans here, with the other ranks; the other process needs to know of neither ranks nor meshes.
 
     Args:
@@ -110,7 +110,7 @@ class _WriterBeside(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path, stager: Stager, file: int, process: WriterProcess) -> None:
-        super().__init__(folder, sync_files=True)
+        super().__init__(folder)
         self._folder, self._stager, self._file, self._process = folder, stager, file, process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -1,4 +1,4 @@
-"""What the writing process does: it gets a part of a plan and the memory with the tensors, and knows nothing else."""
+"""Writing one rank's files. Another process that does it gets a part of a plan and the memory with the tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,28 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
 
     from components.checkpoint._staging import Place
+
+
+class Writer(FileSystemWriter):
+    """DCP's, which gets everything onto the disk, and says what the disk said."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save closes its archive when a write has failed, and then complains about the archive.
+            behind = error.__context__
+            if isinstance(behind, OSError):
+                raise behind from error
+            raise
 
 
 @functools.lru_cache(1)  # mapped anew, each page would have to be found again
@@ -37,4 +55,4 @@ def write(
     """
     memory = _memory(file, size_bytes)
     planner = SimpleNamespace(resolve_data=lambda item: places[item.index].tensor(memory))
-    return FileSystemWriter(folder, sync_files=True).write_data(plan, planner).wait()
+    return Writer(folder).write_data(plan, planner).wait()

@@ -66,6 +66,16 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         holder.communicate("\n")
 
 
+def finish(process: subprocess.Popen, status: int) -> str:
+    """Wait for the end; returns what it said on stderr."""
+    try:
+        out, err = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == status, out + err
+    return err
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of the run on a disk with room."""
@@ -83,9 +93,7 @@ def on(disk: Disk, cache: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
 def test_save_that_fills_the_disk(mode: str, disk: Disk, tmp_path: Path, straight: dict[int, float]) -> None:
     own = on(disk, tmp_path / "cache", f"--checkpoint.async_mode={mode}")
-    process = disk.start(*own)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1, out + err
+    err = finish(disk.start(*own), 1)
     assert "checkpoint of step 15 cannot be written" in err and "No space left on device" in err
     run = disk.outside / "run"
     checkpoints = CheckpointFolder(run / "checkpoint")
@@ -95,9 +103,7 @@ def test_save_that_fills_the_disk(mode: str, disk: Disk, tmp_path: Path, straigh
     assert status["state"] == "failed" and "checkpoint of step 15" in status["error"]
     assert "No space left on device" in (run / "train.log").read_text()
     checkpoints.remove(5)
-    process = disk.start(*own, "--checkpoint.keep_latest_k=1")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    err = finish(disk.start(*own, "--checkpoint.keep_latest_k=1"), 0)
     assert "resuming at step 10" in err and losses(run) == straight
     assert [path.name for path in checkpoints.path.iterdir()] == ["step-00000020"]
 
@@ -108,23 +114,22 @@ def test_disk_that_something_else_fills(disk: Disk, tmp_path: Path, straight: di
     run = disk.outside / "run"
     process = disk.start(*own)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while process.poll() is None and time.monotonic() < deadline:
             if (run / "checkpoint/step-00000005").is_dir():
                 disk.fill()
             time.sleep(0.01)
         assert process.poll() is not None, "hangs on a full disk"
     finally:
-        process.kill()
-        out, err = process.communicate()
-    assert process.returncode == 1 and "No space left on device" in err, out + err
+        if process.poll() is None:
+            process.kill()
+        err = finish(process, 1)
+    assert "No space left on device" in err
     assert "Logging error" not in err
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     whole = [json.loads(line) for line in lines[:-1]]
     assert [row["step"] for row in whole if "loss" in row][:5] == [1, 2, 3, 4, 5]
     (disk.outside / "filler").unlink()
-    process = disk.start(*own, "--checkpoint.keep_latest_k=1")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    err = finish(disk.start(*own, "--checkpoint.keep_latest_k=1"), 0)
     assert "resuming at step" in err and losses(run) == straight

@@ -25,7 +25,7 @@ def run(script: str, *arguments: str, timeout: float) -> subprocess.CompletedPro
 
 
 def test_benchmark(tmp_path: Path) -> None:
-    parts = ("prores-compiled", "checkpoint-eager", "alpha", "graphs", "saved", "bare", "loader", "launch")
+    parts = ("prores-compiled", "checkpoint-eager", "alpha", "graphs", "saved", "bare", "async", "loader", "launch")
     chosen = [word for part in parts for word in ("--only", part)]
     finished = run(
         "benchmark.py", "--size", "debug", "--pairs", "12", "--threads", "1", "--json", str(tmp_path / "out.json"),
@@ -43,6 +43,8 @@ def test_benchmark(tmp_path: Path) -> None:
     assert ratio["ratio"]["low"] <= ratio["ratio"]["median"] <= ratio["ratio"]["high"]
     seconds = found["seconds"]["prores_compiled"]
     assert {name: len(times) for name, times in seconds.items()} == {"reference": 12, "again": 12, "on": 12}
+    for mode in ("thread", "process"):
+        assert rows[f"stopped by a save, async_mode {mode} / disabled: time"]["ratio"]["low"] > 0
     peaks = {}
     for mode in ("selective", "every_k", "full"):
         words = rows[f"activation checkpointing {mode} / none, eager: time"]["note"].split("peak memory of a step ")[1]

@@ -306,48 +306,6 @@ def test_crafted_checkpoint_runs_no_code(folder: Path, straight: dict[int, Path]
     assert not victim.exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(
-    ranks: int, folder: Path, straight: dict[int, Path]
-) -> None:
-    run = folder / f"beside-{ranks}"
-    fork(*debug(run, "--checkpoint.async_mode=thread", "--checkpoint.interval=2"), ranks=ranks)
-    assert losses(run) == losses(straight[ranks])
-    stopped = folder / f"beside-{ranks}-stopped"
-    shutil.copytree(run, stopped)
-    for step in range(12, 21, 2):
-        shutil.rmtree(stopped / f"checkpoint/step-{step:08d}")
-    fork(*debug(stopped), ranks=ranks)  # from a checkpoint that was copied while the next step was on its way
-    assert losses(stopped) == losses(straight[ranks])
-
-
-def test_failure_of_a_writer_beside_training_ends_the_run(folder: Path, tmp_path: Path) -> None:
-    """At the next update, not at the end; what was published before stays."""
-    (tmp_path / "full.py").write_text(FULL_DISK)
-    own = [f"--import={tmp_path / 'full.py'}", "--checkpoint.async_mode=thread", "--checkpoint.interval=4"]
-    failed = fork(*debug(tmp_path / "run", *own), status=1)
-    assert "checkpoint of step 8 cannot be written" in failed.err and "No space left" in failed.err
-    assert [p.name for p in (tmp_path / "run/checkpoint").iterdir()] == ["step-00000004"]
-    assert max(losses(tmp_path / "run")) < 20
-
-
-FULL_DISK = """
-import errno
-from components.checkpoint._folder import CheckpointFolder
-
-publish = CheckpointFolder.publish
-
-
-def full(self, step, *args):
-    if step == 8:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    return publish(self, step, *args)
-
-
-CheckpointFolder.publish = full
-"""
-
-
 def test_saving_does_not_touch_the_run(folder: Path) -> None:
     """Not even before the optimizer has taken a step, because its first batch was passed over."""
     (folder / "nan_first.py").write_text(NAN_FIRST)
