@@ -204,6 +204,12 @@ class Ended:
     trouble: str = ""
 
     @property
+    def said(self) -> str:
+        """What a reader of its output looks for: the lines that name errors, or the last ones."""
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        return " / ".join(([line for line in lines if "rror:" in line] or lines)[-4:])[-800:]
+
+    @property
     def well(self) -> bool:
         return not self.trouble and all(status == 0 for status in self.statuses.values())
 
@@ -658,7 +664,7 @@ class Chain:
         """A launch to step `end` that has to go well."""
         ended, folder = self.launch(each, end)
         if not ended.well:
-            raise Lost(f"{what} ended with {ended.statuses} {ended.trouble}: {ended.text.strip()[-600:]}")
+            raise Lost(f"{what} ended with {ended.statuses} {ended.trouble}: {ended.said}")
         ranks = self.layout.ranks
         self.campaign.seconds[ranks] = (self.campaign.seconds[ranks] + ended.seconds) / 2
         if steps := len(read_samples(folder)):
@@ -727,12 +733,10 @@ class Chain:
         if said and int(said[1]) != resume:
             raise Lost(f"the newest whole checkpoint is of step {resume}, and it went on elsewhere: {said[0]}")
         ended_itself = all(status in (0, 75) for status in ended.statuses.values())
-        starts = []
-        for restart in range(1 + MAX_RESTARTS):
-            if samples := read_samples(folder, restart):
-                first = min(samples) if starts else resume + 1  # torchrun's own restarts go on where they find it
-                check_samples(samples, self.samples, first, complete=ended_itself and not restart)
-                starts.append(samples)
+        starts = [samples for restart in range(1 + MAX_RESTARTS) if (samples := read_samples(folder, restart))]
+        for number, samples in enumerate(starts):
+            first = min(samples) if number else resume + 1  # torchrun's own restarts go on where they find it
+            check_samples(samples, self.samples, first, complete=ended_itself and number == len(starts) - 1)
         trained = bool(starts)
         if trained:
             self.rows = {k: row for k, row in self.rows.items() if k <= resume}
@@ -934,7 +938,7 @@ def _refused(chain: Chain, each: Round, end: int, named: str) -> None:
     before = _content(chain.run / "checkpoint")
     ended, folder = chain.launch(each, end)
     if set(ended.statuses.values()) != {2} or named not in ended.text:
-        raise Lost(f"not refused by the name of {named}: {ended.statuses} {ended.text.strip()[-400:]}")
+        raise Lost(f"not refused by the name of {named}: {ended.statuses} {ended.said}")
     if read_samples(folder) or _content(chain.run / "checkpoint") != before:
         raise Lost("a launch that was refused trained, or changed the checkpoints")
 
@@ -974,7 +978,7 @@ def token_shard(chain: Chain, fault: Fault, record: Record, each: Round, end: in
 
 def _ended(ended: Ended, record: Record, allowed: Callable[[int], bool], what: str) -> None:
     if not all(allowed(status) for status in ended.statuses.values()):
-        raise Lost(f"{record.kind} ({record.moment}): {what}, not {ended.statuses}: {ended.text.strip()[-600:]}")
+        raise Lost(f"{record.kind} ({record.moment}): {what}, not {ended.statuses}: {ended.said}")
 
 
 def _at_operation(chain: Chain, fault: Fault, end: int, **harm: Any) -> dict[str, Any]:
@@ -1025,10 +1029,12 @@ def _later(chain: Chain, fault: Fault, record: Record, action: Callable[[Any], s
 
     def act(running: Any) -> None:
         time.sleep(max(0.0, running.began + seconds - time.monotonic()))
-        if running.alive():
-            record.moment = f"{action(running)} {seconds:.2f} s after the start"
-        else:
-            record.state, record.moment = "missed", f"had ended before {seconds:.2f} s"
+        # Where it has ended there is nobody to signal, or it ends while it is looked at.
+        with suppress(psutil.NoSuchProcess):
+            if running.alive():
+                record.moment = f"{action(running)} {seconds:.2f} s after the start"
+                return
+        record.state, record.moment = "missed", f"had ended before {seconds:.2f} s"
 
     return act
 
@@ -1044,6 +1050,24 @@ def kill_at_a_moment(chain: Chain, fault: Fault, record: Record, each: Round, en
 
     ended, _ = chain.launch(each, end, outside=_later(chain, fault, record, kill))
     _ended(ended, record, lambda status: status in (-9, 0, 1), "ranks end when one is killed")
+
+
+@kind("kill helper", 2, during=True)
+def kill_helper(chain: Chain, fault: Fault, record: Record, each: Round, end: int) -> None:
+    """A process that a rank has started is killed: one that reads its data ahead, or writes its checkpoints."""
+
+    def kill(running: Any) -> str:
+        rank = fault.pick(1, running.alive())
+        helpers = psutil.Process(running.processes[rank].pid).children(recursive=True)
+        if not helpers:
+            record.state = "missed"
+            return f"rank {rank} had no helper"
+        helper = fault.pick(2, helpers)
+        helper.kill()
+        return f"one of {len(helpers)} helpers of rank {rank} killed"
+
+    ended, _ = chain.launch(replace(each, workers=2), end, outside=_later(chain, fault, record, kill))
+    _ended(ended, record, lambda status: status in (0, 1), "goes on without it, or all ranks end")
 
 
 @kind("signal", 4, during=True)
@@ -1100,7 +1124,7 @@ def _disk_fails(chain: Chain, fault: Fault, record: Record, each: Round, end: in
     ended = _harmed(chain, record, each, end, harm, lambda status: status in (0, 1, 2), "an error that is told")
     reason = os.strerror(getattr(errno, code))
     if any(ended.statuses.values()) and reason not in ended.text:
-        raise Lost(f"{record.kind} ({record.moment}): ended without saying {reason!r}: {ended.text.strip()[-600:]}")
+        raise Lost(f"{record.kind} ({record.moment}): ended without saying {reason!r}: {ended.said}")
 
 
 def _a_step(chain: Chain, fault: Fault, draw: int, end: int, first: int = 1) -> int:
@@ -1119,7 +1143,7 @@ def not_finite(chain: Chain, fault: Fault, record: Record, each: Round, end: int
         more=["--training.on_nonfinite=stop"], not_finite=step,
     )  # fmt: skip
     if record.state != "missed" and f"step {step}: loss nan" not in ended.text:
-        raise Lost(f"stopped without saying that step {step} was not finite: {ended.text.strip()[-600:]}")
+        raise Lost(f"stopped without saying that step {step} was not finite: {ended.said}")
 
 
 @kind("pause", 2, during=True)
@@ -1150,7 +1174,7 @@ def late_rank(chain: Chain, fault: Fault, record: Record, each: Round, end: int)
         more=[f"--comm.train_timeout_seconds={STALL_SECONDS}"],
     )  # fmt: skip
     if record.state != "missed" and f"late: rank {rank}" not in ended.text:
-        raise Lost(f"rank {rank} was late and nobody said so: {ended.text.strip()[-600:]}")
+        raise Lost(f"rank {rank} was late and nobody said so: {ended.said}")
 
 
 @kind("torchrun restarts", 1, during=True)
@@ -1210,7 +1234,7 @@ def small_disk(chain: Chain, fault: Fault, record: Record, each: Round, end: int
     ended, _ = chain.launch(each, end, starter=functools.partial(Real, wrapper=wrapper), afterwards=put_back)
     _ended(ended, record, lambda status: status in (0, 1), "ends with its own status")
     if ended.statuses[-1] and "No space left" not in ended.text:
-        raise Lost(f"ended without saying that the disk is full: {ended.text.strip()[-600:]}")
+        raise Lost(f"ended without saying that the disk is full: {ended.said}")
     if not ended.statuses[-1]:
         record.state = "missed"
 
