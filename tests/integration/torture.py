@@ -54,8 +54,8 @@ LAYOUT_TOLERANCE = 1e-5
 CONTROL_STEPS = 10
 STEPS, INTERVAL = 60, 3
 FAULTS_A_CHAIN = 12
-PEERS_END_SECONDS = 30  # torchrun's own patience with ranks that it has asked to end
-LAUNCH_SECONDS = 180
+PEERS_END_SECONDS = 60  # twice what torchrun waits for ranks that it has asked to end
+LAUNCH_SECONDS = 300
 STALL_SECONDS = 2
 MAX_RESTARTS = 2
 REAL_START_SECONDS = 5
@@ -277,7 +277,7 @@ class Forked:
     def _left_behind(self) -> str:
         """Each rank leads a session of its own, in which its data loader's workers are."""
         sessions = {process.pid for process in self.processes}
-        deadline = time.monotonic() + 20  # a worker looks every 5 s whether its parent is there
+        deadline = time.monotonic() + 30  # a worker looks every 5 s whether its parent is there
         while left := [process for process in psutil.process_iter() if _session(process) in sessions]:
             if time.monotonic() > deadline:
                 return _kill_and_tell(left)
