@@ -305,7 +305,9 @@ def _session(process: psutil.Process) -> int | None:
 def run_rank(arguments: list[str], environment: dict[str, str], output: str) -> None:
     """Be one rank of a launch, from its first line to its exit status. Runs in a fork."""
     import atexit
+    import ctypes
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a harness that is killed
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
