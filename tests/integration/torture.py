@@ -54,8 +54,8 @@ LAYOUT_TOLERANCE = 1e-5
 CONTROL_STEPS = 10
 STEPS, INTERVAL = 60, 3
 FAULTS_A_CHAIN = 12
-PEERS_END_SECONDS = 30  # torchrun's own patience with ranks that it has asked to end
-LAUNCH_SECONDS = 180
+PEERS_END_SECONDS = 60  # twice what torchrun waits for ranks that it has asked to end
+LAUNCH_SECONDS = 300
 STALL_SECONDS = 2
 MAX_RESTARTS = 2
 REAL_START_SECONDS = 5
@@ -204,6 +204,12 @@ class Ended:
     trouble: str = ""
 
     @property
+    def said(self) -> str:
+        """What a reader of its output looks for: the lines that name errors, or the last ones."""
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        return " / ".join(([line for line in lines if "rror:" in line] or lines)[-4:])[-800:]
+
+    @property
     def well(self) -> bool:
         return not self.trouble and all(status == 0 for status in self.statuses.values())
 
@@ -271,7 +277,7 @@ class Forked:
     def _left_behind(self) -> str:
         """Each rank leads a session of its own, in which its data loader's workers are."""
         sessions = {process.pid for process in self.processes}
-        deadline = time.monotonic() + 20  # a worker looks every 5 s whether its parent is there
+        deadline = time.monotonic() + 30  # a worker looks every 5 s whether its parent is there
         while left := [process for process in psutil.process_iter() if _session(process) in sessions]:
             if time.monotonic() > deadline:
                 return _kill_and_tell(left)
@@ -299,7 +305,9 @@ def _session(process: psutil.Process) -> int | None:
 def run_rank(arguments: list[str], environment: dict[str, str], output: str) -> None:
     """Be one rank of a launch, from its first line to its exit status. Runs in a fork."""
     import atexit
+    import ctypes
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a harness that is killed
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -658,7 +666,7 @@ class Chain:
         """A launch to step `end` that has to go well."""
         ended, folder = self.launch(each, end)
         if not ended.well:
-            raise Lost(f"{what} ended with {ended.statuses} {ended.trouble}: {ended.text.strip()[-600:]}")
+            raise Lost(f"{what} ended with {ended.statuses} {ended.trouble}: {ended.said}")
         ranks = self.layout.ranks
         self.campaign.seconds[ranks] = (self.campaign.seconds[ranks] + ended.seconds) / 2
         if steps := len(read_samples(folder)):
@@ -727,12 +735,10 @@ class Chain:
         if said and int(said[1]) != resume:
             raise Lost(f"the newest whole checkpoint is of step {resume}, and it went on elsewhere: {said[0]}")
         ended_itself = all(status in (0, 75) for status in ended.statuses.values())
-        starts = []
-        for restart in range(1 + MAX_RESTARTS):
-            if samples := read_samples(folder, restart):
-                first = min(samples) if starts else resume + 1  # torchrun's own restarts go on where they find it
-                check_samples(samples, self.samples, first, complete=ended_itself and not restart)
-                starts.append(samples)
+        starts = [samples for restart in range(1 + MAX_RESTARTS) if (samples := read_samples(folder, restart))]
+        for number, samples in enumerate(starts):
+            first = min(samples) if number else resume + 1  # torchrun's own restarts go on where they find it
+            check_samples(samples, self.samples, first, complete=ended_itself and number == len(starts) - 1)
         trained = bool(starts)
         if trained:
             self.rows = {k: row for k, row in self.rows.items() if k <= resume}
@@ -743,8 +749,12 @@ class Chain:
         if trained and (len(broken) > (not ended_itself)):
             raise Lost(f"metrics.jsonl holds what is no row: {broken[0][:80]!r}")
         training = [row for row in rows if "loss" in row]
-        if not_finite and training and training[-1]["step"] == not_finite and training[-1]["loss"] == "NaN":
-            training.pop()
+        if (
+            training
+            and training[-1]["step"] == not_finite
+            and "NaN" in (training[-1]["loss"], training[-1]["grad_norm"])
+        ):
+            training.pop()  # with tensor parallelism the loss that rank 0 writes may be its own, and finite
         if trained or not rows:
             check_rows(training, self.rows, resume if trained else 0)
             for row in rows:
@@ -934,7 +944,7 @@ def _refused(chain: Chain, each: Round, end: int, named: str) -> None:
     before = _content(chain.run / "checkpoint")
     ended, folder = chain.launch(each, end)
     if set(ended.statuses.values()) != {2} or named not in ended.text:
-        raise Lost(f"not refused by the name of {named}: {ended.statuses} {ended.text.strip()[-400:]}")
+        raise Lost(f"not refused by the name of {named}: {ended.statuses} {ended.said}")
     if read_samples(folder) or _content(chain.run / "checkpoint") != before:
         raise Lost("a launch that was refused trained, or changed the checkpoints")
 
@@ -974,7 +984,7 @@ def token_shard(chain: Chain, fault: Fault, record: Record, each: Round, end: in
 
 def _ended(ended: Ended, record: Record, allowed: Callable[[int], bool], what: str) -> None:
     if not all(allowed(status) for status in ended.statuses.values()):
-        raise Lost(f"{record.kind} ({record.moment}): {what}, not {ended.statuses}: {ended.text.strip()[-600:]}")
+        raise Lost(f"{record.kind} ({record.moment}): {what}, not {ended.statuses}: {ended.said}")
 
 
 def _at_operation(chain: Chain, fault: Fault, end: int, **harm: Any) -> dict[str, Any]:
@@ -1025,10 +1035,12 @@ def _later(chain: Chain, fault: Fault, record: Record, action: Callable[[Any], s
 
     def act(running: Any) -> None:
         time.sleep(max(0.0, running.began + seconds - time.monotonic()))
-        if running.alive():
-            record.moment = f"{action(running)} {seconds:.2f} s after the start"
-        else:
-            record.state, record.moment = "missed", f"had ended before {seconds:.2f} s"
+        # Where it has ended there is nobody to signal, or it ends while it is looked at.
+        with suppress(psutil.NoSuchProcess):
+            if running.alive():
+                record.moment = f"{action(running)} {seconds:.2f} s after the start"
+                return
+        record.state, record.moment = "missed", f"had ended before {seconds:.2f} s"
 
     return act
 
@@ -1044,6 +1056,24 @@ def kill_at_a_moment(chain: Chain, fault: Fault, record: Record, each: Round, en
 
     ended, _ = chain.launch(each, end, outside=_later(chain, fault, record, kill))
     _ended(ended, record, lambda status: status in (-9, 0, 1), "ranks end when one is killed")
+
+
+@kind("kill helper", 2, during=True)
+def kill_helper(chain: Chain, fault: Fault, record: Record, each: Round, end: int) -> None:
+    """A process that a rank has started is killed: one that reads its data ahead, or writes its checkpoints."""
+
+    def kill(running: Any) -> str:
+        rank = fault.pick(1, running.alive())
+        helpers = psutil.Process(running.processes[rank].pid).children(recursive=True)
+        if not helpers:
+            record.state = "missed"
+            return f"rank {rank} had no helper"
+        helper = fault.pick(2, helpers)
+        helper.kill()
+        return f"one of {len(helpers)} helpers of rank {rank} killed"
+
+    ended, _ = chain.launch(replace(each, workers=2), end, outside=_later(chain, fault, record, kill))
+    _ended(ended, record, lambda status: status in (0, 1), "goes on without it, or all ranks end")
 
 
 @kind("signal", 4, during=True)
@@ -1100,7 +1130,7 @@ def _disk_fails(chain: Chain, fault: Fault, record: Record, each: Round, end: in
     ended = _harmed(chain, record, each, end, harm, lambda status: status in (0, 1, 2), "an error that is told")
     reason = os.strerror(getattr(errno, code))
     if any(ended.statuses.values()) and reason not in ended.text:
-        raise Lost(f"{record.kind} ({record.moment}): ended without saying {reason!r}: {ended.text.strip()[-600:]}")
+        raise Lost(f"{record.kind} ({record.moment}): ended without saying {reason!r}: {ended.said}")
 
 
 def _a_step(chain: Chain, fault: Fault, draw: int, end: int, first: int = 1) -> int:
@@ -1118,8 +1148,8 @@ def not_finite(chain: Chain, fault: Fault, record: Record, each: Round, end: int
         chain, record, each, end, harm, lambda status: status == 1, "all ranks stop",
         more=["--training.on_nonfinite=stop"], not_finite=step,
     )  # fmt: skip
-    if record.state != "missed" and f"step {step}: loss nan" not in ended.text:
-        raise Lost(f"stopped without saying that step {step} was not finite: {ended.text.strip()[-600:]}")
+    if record.state != "missed" and not re.search(rf"step {step}: .*\bnan\b", ended.text):
+        raise Lost(f"stopped without saying that step {step} was not finite: {ended.said}")
 
 
 @kind("pause", 2, during=True)
@@ -1150,7 +1180,7 @@ def late_rank(chain: Chain, fault: Fault, record: Record, each: Round, end: int)
         more=[f"--comm.train_timeout_seconds={STALL_SECONDS}"],
     )  # fmt: skip
     if record.state != "missed" and f"late: rank {rank}" not in ended.text:
-        raise Lost(f"rank {rank} was late and nobody said so: {ended.text.strip()[-600:]}")
+        raise Lost(f"rank {rank} was late and nobody said so: {ended.said}")
 
 
 @kind("torchrun restarts", 1, during=True)
@@ -1210,7 +1240,7 @@ def small_disk(chain: Chain, fault: Fault, record: Record, each: Round, end: int
     ended, _ = chain.launch(each, end, starter=functools.partial(Real, wrapper=wrapper), afterwards=put_back)
     _ended(ended, record, lambda status: status in (0, 1), "ends with its own status")
     if ended.statuses[-1] and "No space left" not in ended.text:
-        raise Lost(f"ended without saying that the disk is full: {ended.text.strip()[-600:]}")
+        raise Lost(f"ended without saying that the disk is full: {ended.said}")
     if not ended.statuses[-1]:
         record.state = "missed"
 
