@@ -239,10 +239,10 @@ class TiedOutput(nn.Module):
         return F.linear(x_BSD, weight_VD)
 
 
-def _norm(present: bool, config: LlamaConfig, scale: float = 1.0) -> nn.Module:
+def _norm(present: bool, config: LlamaConfig, scale: float | None = None) -> nn.Module:
     if not present:
         return nn.Identity()
-    if scale != 1.0:
+    if scale is not None:
         return ScaledRMSNorm(config.dim, config.norm_eps, scale)
     return nn.RMSNorm(config.dim, config.norm_eps)
 
