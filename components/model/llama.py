@@ -197,7 +197,10 @@ class FeedForward(nn.Module):
 
 
 class ScaledRMSNorm(nn.RMSNorm):
-    """RMSNorm with a constant factor, kept as a tensor: a float that differs by layer costs a graph a layer."""
+    """RMSNorm with a constant factor, kept as a tensor: a float that differs by layer costs a graph a layer.
+
+    In eager bf16 the multiplication rounds the factor to bf16.
+    """
 
     def __init__(self, dim: int, eps: float, scale: float) -> None:
         super().__init__(dim, eps)

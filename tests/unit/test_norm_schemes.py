@@ -15,7 +15,7 @@ from torch import nn
 
 from components.model.norm_schemes import NORM_SCHEMES, Placement
 from components.model.weight_inits import WEIGHT_INITS
-from tests.unit.test_llama import SEQ_LEN, VOCABULARY, build, tokens
+from tests.unit.test_llama import LLAMA_NAMES, SEQ_LEN, VOCABULARY, build, tokens
 from titan_prores.config import Tree
 from titan_prores.errors import ConfigError
 from titan_prores.parts import resolve_part
@@ -244,6 +244,68 @@ def test_a_factor_on_a_norm_needs_the_norm() -> None:
     for wrong in ({"in_norm_scale": 0.5}, {"in_norm_start": 0.5}):
         with pytest.raises(ValueError, match="need in_norm"):
             Placement(out_norm=True, **wrong)
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+GEMMA2_NAMES = LLAMA_NAMES | {
+    "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+def sizes_of(model: nn.Module) -> dict[str, Any]:
+    c = model.config
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "rms_norm_eps": c.norm_eps,
+        "head_dim": c.dim // c.n_heads, "max_position_embeddings": SEQ_LEN, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", ["lns", "sandwich"])
+def test_logits_and_gradients_equal_transformers(norm: str) -> None:
+    """lns is their Llama with the norms' weights divided by sqrt(l), sandwich their Gemma 2. (test_llama.py has pre.)
+
+    Gemma 2 multiplies the embedding with sqrt(dim) and norms with 1 + weight, so that is taken from our weights, and
+    into gradients. Its soft caps, sliding windows and GELU are switched off.
+    """
+    transformers = pytest.importorskip("transformers")
+    model = build(norm=norm, init="trunc_normal", init_std=0.1, **SHAPE)
+    disturb_norms(model)
+    # name -> what a weight is times there, and what is then added.
+    change = {name: (1.0, 0.0) for name, _ in model.named_parameters()}
+    if norm == "sandwich":
+        names = GEMMA2_NAMES
+        theirs = transformers.Gemma2ForCausalLM(
+            transformers.Gemma2Config(
+                **sizes_of(model), hidden_activation="silu", query_pre_attn_scalar=SHAPE["dim"] // SHAPE["n_heads"],
+                attn_logit_softcapping=None, final_logit_softcapping=None, layer_types=["full_attention"] * L,
+                attn_implementation="eager",
+            )
+        )  # fmt: skip
+        change |= {name: (1.0, -1.0) for name in change if name.endswith("norm.weight")}
+        change["tok_embeddings.weight"] = (SHAPE["dim"] ** -0.5, 0.0)
+    else:
+        names = LLAMA_NAMES
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes_of(model)))
+        if norm == "lns":
+            for number in range(1, L + 1):
+                for branch in ("attention", "ffn"):
+                    change[f"layers.{number - 1}.{branch}_norm.weight"] = (number**-0.5, 0.0)
+    renamed = {name: ".".join(names.get(part, part) for part in name.split(".")) for name in change}
+    with torch.no_grad():
+        state = {renamed[name]: p * change[name][0] + change[name][1] for name, p in model.named_parameters()}
+    theirs.load_state_dict(state)
+
+    mine, expected = model(tokens()), theirs(tokens()).logits
+    assert (mine - expected).abs().max() <= 1e-5 * expected.abs().max() and expected.std() > 0.05
+    loss_of(mine).backward()
+    loss_of(expected).backward()
+    for name, parameter in model.named_parameters():
+        gradient = theirs.get_parameter(renamed[name]).grad * change[name][0]
+        assert (parameter.grad - gradient).norm() <= 2e-5 * gradient.norm() and gradient.norm() > 0, name
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
