@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,16 @@ from torch import nn
 from components.model.norm_schemes import NORM_SCHEMES, Placement
 from components.model.weight_inits import WEIGHT_INITS
 from tests.unit.test_llama import LLAMA_NAMES, SEQ_LEN, VOCABULARY, build, tokens
+from tests.unit.transformed import Transformed, assert_same_bits, transform
+from titan_prores import config, registry
+from titan_prores.check import report
 from titan_prores.config import Tree
 from titan_prores.errors import ConfigError
 from titan_prores.parts import resolve_part
 from titan_prores.prores import ProRes, Schedule
+from titan_prores.recipe import resolve
 
+REPOSITORY = Path(__file__).parents[2]
 L = 4
 SHAPE = {"n_layers": L, "dim": 32, "ffn_dim": 48, "n_heads": 2, "n_kv_heads": 1}
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -244,6 +251,31 @@ def test_a_factor_on_a_norm_needs_the_norm() -> None:
     for wrong in ({"in_norm_scale": 0.5}, {"in_norm_start": 0.5}):
         with pytest.raises(ValueError, match="need in_norm"):
             Placement(out_norm=True, **wrong)
+
+
+@pytest.mark.parametrize("norm", NORM_SCHEMES)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_changes_no_bit(norm: str, mode: str) -> None:
+    checkpointed = Transformed(transform("activation_checkpoint", mode=mode), norm=norm)
+    assert_same_bits(checkpointed, Transformed(norm=norm), step=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORM_SCHEMES)
+def test_check_builds_it_with_every_transform(norm: str) -> None:
+    """FSDP2 x TP, float8, compile, checkpointing: applied, verified and run on fake tensors."""
+    overrides = ["parallelism.tensor_parallel_degree=2", "transforms.compile.fullgraph=true",
+                 "transforms.float8.recipe_name=tensorwise", "transforms.activation_checkpoint.mode=selective",
+                 "model.ffn_dim=192", f"model.norm={norm}"]  # fmt: skip
+    tree = config.load(
+        REPOSITORY / "train_configs/debug.toml", [f"--{override}" for override in overrides],
+        registry.builtin_folder() / "defaults.toml",
+    )  # fmt: skip
+    said = report(resolve(tree, 4), 4)
+    assert f'norm = "{norm}"' in said and "6. fsdp" in said
+    assert re.search(r"activations +[1-9]", said), said
+    if (own := NORM_SCHEMES[norm].init) is not None:
+        assert f'init = "{own}"  # norm {norm}' in said
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
