@@ -93,6 +93,15 @@ class Mesh:
             dist.all_reduce(tensor, group=self._data_group)
         return tensor
 
+    def agree(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers that ranks with the same samples have in common; NaN on all of them where one's is not finite."""
+        group = self.device_mesh.get_group("tp")
+        if dist.get_world_size(group) == 1:
+            return numbers
+        troubled = (~numbers.isfinite()).float()
+        dist.all_reduce(troubled, group=group)
+        return torch.where(numbers.isfinite() & (troubled > 0), torch.nan, numbers)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Collective."""
         if self.size == 1:

@@ -267,5 +267,8 @@ class Metric:
     def write(self, row: Mapping[str, Any]) -> None:
         """Rank 0, one row a step; a validation row has `validation = true` and what the validator measured."""
 
+    def sync(self) -> None:
+        """Rank 0, before a checkpoint: rows so far are to outlast a power failure, as the checkpoint does."""
+
     def close(self) -> None:
         """Rank 0, at the end of a run however it ends."""

@@ -69,6 +69,11 @@ class Records:
         add(row, probed, "a probe")
         self.write(row)
 
+    def sync(self) -> None:
+        """Rank 0: see `Metric.sync`."""
+        for metric in self.metrics:
+            metric.sync()
+
     def close(self) -> None:
         """Rank 0: end the components; `start` may follow."""
         for metric in self.metrics if self.is_main else ():

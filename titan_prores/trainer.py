@@ -202,7 +202,7 @@ class Trainer:
         grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm)
         local_loss = loss_sum.clone()
         loss_sum = self.mesh.sum_over_data(loss_sum)
-        numbers = torch.stack([loss_sum, grad_norm.to(loss_sum.device)])
+        numbers = self.mesh.agree(torch.stack([loss_sum, grad_norm.to(loss_sum.device)]))
         loss_value, norm_value = numbers.tolist()  # the one wait for the device
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         self.saver.before_update()
@@ -281,6 +281,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a full checkpoint."""
+        self.mesh.on_main(self.records.sync)
         weights_are_finite = bool(total_norm(self.model.parameters()).isfinite())
         meta = {
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -39,6 +40,10 @@ class JsonLines(Metric):
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._file.name) from error  # it does not say of which file
+
+    def sync(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:

@@ -136,6 +136,8 @@ def _load(windows: TokenWindows, plan: _BatchPlan, num_workers: int) -> Iterator
             windows,
             batch_sampler=plan,
             num_workers=num_workers,
+            # A worker ends with its parent, which under forkserver is another process than this.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_leave_process_group,
