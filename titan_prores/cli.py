@@ -286,7 +286,7 @@ def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
     lines = []
     if not section.model_fields:
         lines.append(f"{indent}(no keys)")
-    preset, preset_origin = section.presets({})
+    preset = section.presets({})
     for name, info in section.model_fields.items():
         extra = info.json_schema_extra or {}
         if kind := slot_kind(info):
@@ -297,7 +297,8 @@ def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
         if not info.is_required():
             default = f" = {_toml_value(info.default)}" + (f", in{unit}" if unit and info.default is None else unit)
         elif name in preset:
-            default = f" = {_toml_value(preset[name])}{unit} from {preset_origin}"
+            value, origin = preset[name]
+            default = f" = {_toml_value(value)}{unit} from {origin}"
         else:
             default = f"{f', in{unit}' if unit else ''} (required)"
         lines.append(f"{indent}{name}: {type_name(info.annotation)}{default}{_bounds(info.metadata)}")

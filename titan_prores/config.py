@@ -46,13 +46,13 @@ class Section(BaseModel):
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     @classmethod
-    def presets(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Values for keys that are not `given`, and what to call their origin; a model's flavors work this way.
+    def presets(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """Key -> value for where it is not `given`, and what to call its origin; a model's flavors work this way.
 
         Raises:
             ConfigError: a key that selects the preset has no such preset.
         """
-        return {}, ""
+        return {}
 
 
 def setting(

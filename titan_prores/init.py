@@ -19,6 +19,11 @@ from torch import nn
 Distribution = Callable[[torch.Tensor, torch.Generator], None]
 
 
+def constant(value: float) -> Distribution:
+    """The same value everywhere; for norm weights."""
+    return lambda tensor, generator: tensor.fill_(value)
+
+
 def ones(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """All ones; for norm weights."""
     tensor.fill_(1.0)
@@ -38,6 +43,16 @@ def trunc_normal(std: float, cut: float = 3.0) -> Distribution:
     """Normal with mean 0, redrawn outside `cut` standard deviations; at 3 the resulting std is 0.9866 of `std`."""
     # The bounds of torch's trunc_normal_ are absolute.
     return lambda tensor, generator: nn.init.trunc_normal_(tensor, 0.0, std, -cut * std, cut * std, generator=generator)
+
+
+def fan_in_normal(gain: float = 1.0) -> Distribution:
+    """Normal with mean 0 and std gain / sqrt(columns): inputs of variance 1 give outputs of variance gain^2."""
+    return lambda tensor, generator: tensor.normal_(0.0, gain * tensor.shape[1] ** -0.5, generator=generator)
+
+
+def xavier_normal(gain: float = 1.0) -> Distribution:
+    """Normal with mean 0 and std gain * sqrt(2 / (rows + columns))."""
+    return lambda tensor, generator: nn.init.xavier_normal_(tensor, gain, generator=generator)
 
 
 @dataclass(frozen=True)

@@ -72,22 +72,22 @@ def resolve_section(
     found = len(errors)
     reported: set[str] = set()  # first parts of the keys that have their error already
     try:
-        preset, preset_origin = section.presets(values)
+        preset = section.presets(values)
     except ConfigError as error:
         faulty = tuple(error.key.split(".")) if error.key else ()
         error.where = error.where or tree.origin((*key, *faulty))
         errors.append(error.under(dotted(key)))
         # What the preset would have filled in is not missing.
-        preset, preset_origin = {n: None for n, info in fields.items() if info.is_required() and n not in values}, ""
+        preset = {n: (None, "") for n, info in fields.items() if info.is_required() and n not in values}
         reported |= {*faulty[:1], *preset}
     except Exception as error:
         errors.append(_own_fault(section, error, key, tree))
         return None
-    for name, value in preset.items():
+    for name, (value, origin) in preset.items():
         if name not in values:
             values[name] = value
             if origins is not None:
-                origins[dotted((*key, name))] = preset_origin
+                origins[dotted((*key, name))] = origin
 
     for name, info in fields.items():
         if kind := slot_kind(info):

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from components.model.norm_schemes import NORM_SCHEMES, Placement
-from components.model.weight_inits import WEIGHT_INITS
+from components.model.weight_inits import WEIGHT_INITS, Shape
 from titan_prores.config import Section, one_of, setting
 from titan_prores.errors import ConfigError, nearest
-from titan_prores.init import InitRule
+from titan_prores.init import InitRule, constant
 from titan_prores.prores import ResidualAdd
 from titan_prores.protocols import TensorParallelPlan
 from titan_prores.registry import register
@@ -42,8 +42,17 @@ FLAVORS = {
 }
 
 
+def _choices(intro: str, summaries: Mapping[str, str]) -> str:
+    """Help of a key whose values live in a table: a line for each."""
+    width = max(map(len, summaries))
+    return "\n".join([intro, *(f"        {name:<{width}}  {summary}" for name, summary in summaries.items())])
+
+
 class LlamaConfig(Section):
-    """Shape of a Llama. `flavor` fills dim, ffn_dim, n_heads and n_layers where they are not given."""
+    """Shape of a Llama.
+
+    `flavor` fills dim, ffn_dim, n_heads and n_layers where they are not given, `norm` init where it has one of its own.
+    """
 
     flavor: str = setting("debug", f"named shape: {', '.join(FLAVORS)}", on_resume="free")
     dim: int = setting(help="width of the residual stream", gt=0)
@@ -52,32 +61,49 @@ class LlamaConfig(Section):
     n_kv_heads: int | None = setting(None, "key-value heads, shared by groups of query heads; default n_heads", gt=0)
     ffn_dim: int = setting(help="inner width of the feed-forward", gt=0)
     vocab_size: int | None = setting(None, "rows of the embedding; default what the tokenizer needs", gt=0)
-    norm: str = setting("pre", f"where norms stand: {', '.join(NORM_SCHEMES)}")
+    norm: str = setting(
+        "pre",
+        _choices(
+            "where norms stand in layer l of L; F = attention, then feed-forward; a = alpha of ProRes, 1 without it",
+            {name: scheme.summary for name, scheme in NORM_SCHEMES.items()},
+        ),
+    )
     norm_eps: float = setting(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     tie_embeddings: bool = setting(False, "output projection shares the embedding's weight")
-    init: str = setting("trunc_normal", f"how weights are drawn: {', '.join(WEIGHT_INITS)}")
+    init: str = setting(
+        "trunc_normal",
+        _choices(
+            "how weights are drawn, where std = init_std; default what the norm scheme has of its own, else this",
+            {name: init.summary for name, init in WEIGHT_INITS.items()},
+        ),
+    )
     init_std: float = setting(0.02, "standard deviation of the weights", gt=0)
 
     @classmethod
-    def presets(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    def presets(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         flavor = given.get("flavor", "debug")
         if not isinstance(flavor, str) or flavor not in FLAVORS:
             raise ConfigError(
                 "flavor", "is no flavor of llama", value=flavor, allowed=list(FLAVORS),
                 nearest=nearest(str(flavor), FLAVORS),
             )  # fmt: skip
-        return FLAVORS[flavor], f"flavor {flavor}"
+        preset = {key: (value, f"flavor {flavor}") for key, value in FLAVORS[flavor].items()}
+        norm = given.get("norm")
+        scheme = NORM_SCHEMES.get(norm) if isinstance(norm, str) else None
+        if scheme is not None and scheme.init is not None:
+            preset["init"] = (scheme.init, f"norm {norm}")
+        return preset
 
     @field_validator("norm")
     @classmethod
-    def _known_norm(cls, value: str) -> str:
-        return one_of(value, NORM_SCHEMES)
+    def _known_norm(cls, value: str, info: ValidationInfo) -> str:
+        return _deep_enough(value, NORM_SCHEMES[one_of(value, NORM_SCHEMES)].min_layers, info)
 
     @field_validator("init")
     @classmethod
-    def _known_init(cls, value: str) -> str:
-        return one_of(value, WEIGHT_INITS)
+    def _known_init(cls, value: str, info: ValidationInfo) -> str:
+        return _deep_enough(value, WEIGHT_INITS[one_of(value, WEIGHT_INITS)].min_layers, info)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> LlamaConfig:
@@ -92,6 +118,13 @@ class LlamaConfig(Section):
                 f"(n_kv_heads can be one of {', '.join(map(str, fitting))})"
             )
         return self
+
+
+def _deep_enough(name: str, min_layers: int, info: ValidationInfo) -> str:
+    """`name` if the model has the layers that it is defined for; n_layers is not there where it is itself at fault."""
+    if (n_layers := info.data.get("n_layers", min_layers)) < min_layers:
+        raise ValueError(f"is defined for n_layers of {min_layers} and more, not {n_layers}")
+    return name
 
 
 class Rotary(nn.Module):
@@ -163,7 +196,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
-class BranchScaledRMSNorm(nn.RMSNorm):
+class ScaledRMSNorm(nn.RMSNorm):
     """RMSNorm with a constant factor, kept as a tensor: a float that differs by layer costs a graph a layer."""
 
     def __init__(self, dim: int, eps: float, scale: float) -> None:
@@ -180,16 +213,16 @@ class BranchScaledRMSNorm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each as out_norm(c * x + a * res_norm(f(s * in_norm(x))))."""
+    """Attention and feed-forward, each as out_norm(c * x + a * b * res_norm(f(s * in_norm(x))))."""
 
     def __init__(self, config: LlamaConfig, placement: Placement) -> None:
         super().__init__()
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
         for branch in ("attention", "ffn"):
-            self.add_module(f"{branch}_norm", _norm(placement.in_norm, config, placement.branch_scale))
+            self.add_module(f"{branch}_norm", _norm(placement.in_norm, config, placement.in_norm_scale))
             self.add_module(f"{branch}_post_norm", _norm(placement.res_norm, config))
-            self.add_module(f"{branch}_add", ResidualAdd(placement.skip_scale))
+            self.add_module(f"{branch}_add", ResidualAdd(placement.skip_scale, placement.branch_scale))
             self.add_module(f"{branch}_out_norm", _norm(placement.out_norm, config))
 
     def forward(self, x_BSD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
@@ -208,12 +241,10 @@ class TiedOutput(nn.Module):
 
 def _norm(present: bool, config: LlamaConfig, scale: float = 1.0) -> nn.Module:
     if not present:
-        if scale != 1.0:
-            raise ValueError("branch_scale needs in_norm")
         return nn.Identity()
-    return nn.RMSNorm(config.dim, config.norm_eps) if scale == 1.0 else BranchScaledRMSNorm(
-        config.dim, config.norm_eps, scale
-    )  # fmt: skip
+    if scale != 1.0:
+        return ScaledRMSNorm(config.dim, config.norm_eps, scale)
+    return nn.RMSNorm(config.dim, config.norm_eps)
 
 
 @register("model", "llama")
@@ -232,26 +263,33 @@ class Llama(nn.Module):
         scheme = NORM_SCHEMES[config.norm]
         self.tok_embeddings = nn.Embedding(self.vocab_size, config.dim)
         self.rotary = Rotary(config.dim // config.n_heads, seq_len, config.rope_theta)
-        self.layers = nn.ModuleList(
-            Block(config, scheme(layer, config.n_layers)) for layer in range(1, config.n_layers + 1)
-        )
+        self.embedding_norm = _norm(scheme.embedding_norm, config)
+        self.placements = [scheme.placement(layer, config.n_layers) for layer in range(1, config.n_layers + 1)]
+        self.layers = nn.ModuleList(Block(config, placement) for placement in self.placements)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = TiedOutput() if config.tie_embeddings else nn.Linear(config.dim, self.vocab_size, bias=False)
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Token ids [B, S], int64, to logits [B, S, V] in the dtype of the computation."""
-        x_BSD = self.tok_embeddings(tokens_BS)
+        x_BSD = self.embedding_norm(self.tok_embeddings(tokens_BS))
         for layer in self.layers:
             x_BSD = layer(x_BSD, self.rotary)
         x_BSD = self.norm(x_BSD)
         return self.output(x_BSD, self.tok_embeddings.weight) if self.config.tie_embeddings else self.output(x_BSD)
 
     def init_rules(self) -> list[InitRule]:
-        return WEIGHT_INITS[self.config.init](self.config.dim, self.config.n_layers, self.config.init_std)
+        starts = [
+            InitRule(f"layers.{index}.{branch}_norm.weight", constant(placement.in_norm_start))
+            for index, placement in enumerate(self.placements)
+            for branch in ("attention", "ffn")
+            if placement.in_norm_start != 1.0
+        ]
+        shape = Shape(self.config.dim, self.config.n_layers, self.vocab_size, self.seq_len)
+        return starts + WEIGHT_INITS[self.config.init].rules(shape, self.config.init_std)
 
     def fill_buffers(self) -> None:
         for module in self.modules():
-            if isinstance(module, (Rotary, BranchScaledRMSNorm)):
+            if isinstance(module, (Rotary, ScaledRMSNorm)):
                 module.fill()
 
     def tensor_parallel_plan(self) -> TensorParallelPlan:
@@ -265,6 +303,7 @@ class Llama(nn.Module):
         return TensorParallelPlan(
             modules={
                 "tok_embeddings": "vocabulary",
+                **({"embedding_norm": "sequence"} if isinstance(self.embedding_norm, nn.RMSNorm) else {}),
                 **{f"layers.*.{name}": word for name, word in block.items()},
                 "norm": "sequence",
                 # The tied weight is split already, so its product is too.

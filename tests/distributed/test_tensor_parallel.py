@@ -48,12 +48,16 @@ QUICK = ("pre-prores", "sandwich", "scaled-tied")
 def train_variants(
     rank: int, world_size: int, overrides: list[str], folder: str, variants: dict[str, list[str]]
 ) -> dict[str, Any]:
-    from components.model.norm_schemes import NORM_SCHEMES, Placement
+    from components.model.norm_schemes import NORM_SCHEMES, NormScheme, Placement
 
     # All that a placement can have, and other norms in each layer.
-    NORM_SCHEMES["scaled"] = lambda layer, n_layers: Placement(
-        in_norm=True, res_norm=layer == 1, out_norm=layer == 2, skip_scale=1.5, branch_scale=layer**-0.5
-    )
+    NORM_SCHEMES["scaled"] = NormScheme(
+        "all at once",
+        lambda layer, n_layers: Placement(
+            in_norm=True, res_norm=layer == 1, out_norm=layer == 2, skip_scale=1.5, branch_scale=0.5,
+            in_norm_scale=layer**-0.5,
+        ),
+    )  # fmt: skip
     results = train_all(rank, world_size, [*overrides, *SMALL], folder, variants)
     if world_size == 2:  # gradients of norms are then summed by no FSDP2
         without = [*overrides, *SMALL, *VARIANTS["sandwich"], "--parallelism.fsdp.enabled=false"]

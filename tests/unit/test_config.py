@@ -77,7 +77,7 @@ def test_a_check_that_breaks_is_an_error_and_no_crash():
     class Broken(Section):
         @classmethod
         def presets(cls, given):
-            return {}["nothing"], ""
+            return {}["nothing"]
 
     errors: list[ConfigError] = []
     assert resolve_section(Broken, {}, ("model",), config.Tree(), errors) is None

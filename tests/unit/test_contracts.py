@@ -89,7 +89,7 @@ def test_every_key_is_described(section):
 def test_defaults_are_valid(kind, name):
     """With no settings a part resolves, or it says which one it wants."""
     section = registry.lookup(kind, name).Config
-    preset, _ = section.presets({})
+    preset = section.presets({})
     required = {key for key, info in section.model_fields.items() if info.is_required() and key not in preset}
     if any(slot_kind(info) for info in section.model_fields.values()):
         return  # a nested component may need settings of its own

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from components.model.llama import BranchScaledRMSNorm, Llama, LlamaConfig
+from components.model.llama import Llama, LlamaConfig, ScaledRMSNorm
 from titan_prores.grad_norm import total_norm
 from titan_prores.init import allocate, unfilled_buffers
 from titan_prores.prores import ProRes, Schedule
@@ -39,7 +39,7 @@ def test_allocate_can_keep_parameters_on_another_device() -> None:
     """As with CPU offload; here meta plays the device that computes."""
     shape = LlamaConfig(dim=32, n_layers=2, n_heads=2, ffn_dim=48)
     model = Llama(shape, vocab_size=32, seq_len=16)
-    model.extra = BranchScaledRMSNorm(32, 1e-5, 0.5)  # has a weight and a buffer
+    model.extra = ScaledRMSNorm(32, 1e-5, 0.5)  # has a weight and a buffer
     prores = ProRes(model, Schedule("linear", n_layers=2, T=1))
     allocate(model, torch.device("meta"), torch.device("cpu"))
     assert {p.device.type for p in model.parameters()} == {"cpu"}

@@ -134,7 +134,7 @@ def test_a_model_without_a_plan():
 @pytest.mark.parametrize("norm", NORM_SCHEMES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_weight_is_placed(norm, tied):
-    model = llama(norm=norm, tie_embeddings=tied)
+    model = llama(norm=norm, tie_embeddings=tied, n_layers=4)
     (line,) = apply(model)
     assert line.startswith("tensor_parallel: 2 ranks")
     placed = {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}

@@ -7,34 +7,40 @@ from torch import nn
 
 
 class _Add(nn.Module):
-    """What both forms share: the skip path with its constant factor."""
+    """What both forms share: each path with its constant factor.
 
-    def __init__(self, skip_scale: float = 1.0) -> None:
+    Args:
+        skip_scale: constant factor on the skip path (DeepNorm's c, DeepScaleLM's lambda).
+        branch_scale: constant factor on the branch (DeepScaleLM's beta). A factor of 1 adds nothing to the computation.
+    """
+
+    def __init__(self, skip_scale: float = 1.0, branch_scale: float = 1.0) -> None:
         super().__init__()
-        self.skip_scale = skip_scale
+        self.skip_scale, self.branch_scale = skip_scale, branch_scale
 
-    def skip(self, residual: torch.Tensor) -> torch.Tensor:
-        """The residual times skip_scale; untouched where that is 1."""
-        return residual if self.skip_scale == 1.0 else self.skip_scale * residual
+    def scaled(self, residual: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each of the two times its factor; untouched where that is 1."""
+        return (
+            residual if self.skip_scale == 1.0 else self.skip_scale * residual,
+            branch if self.branch_scale == 1.0 else self.branch_scale * branch,
+        )
 
     def extra_repr(self) -> str:
-        return f"skip_scale={self.skip_scale}" if self.skip_scale != 1.0 else ""
+        factors = {"skip_scale": self.skip_scale, "branch_scale": self.branch_scale}
+        return ", ".join(f"{name}={factor}" for name, factor in factors.items() if factor != 1.0)
 
 
 class ResidualAdd(_Add):
-    """skip_scale * residual + branch. No parameters.
-
-    Args:
-        skip_scale: constant factor on the skip path (DeepNorm's c); 1 adds nothing to the computation.
-    """
+    """skip_scale * residual + branch_scale * branch. No parameters."""
 
     def forward(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         """Two tensors of one shape, [..., dim], to their sum."""
-        return self.skip(residual) + branch
+        residual, branch = self.scaled(residual, branch)
+        return residual + branch
 
 
 class ScaledResidualAdd(_Add):
-    """skip_scale * residual + alpha * branch, with alpha an fp32 scalar tensor that somebody else owns and moves.
+    """skip_scale * residual + alpha * branch_scale * branch; alpha is an fp32 scalar that somebody else moves.
 
     alpha is a 0-dim view of `AlphaVector`, no parameter and no buffer: it has no state-dict key and a warmup adds no
     graph to a compiled block. In eager bf16 the multiplication rounds alpha to bf16 (exact at 0 and 1).
@@ -44,4 +50,5 @@ class ScaledResidualAdd(_Add):
 
     def forward(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         """Two tensors of one shape, [..., dim], to their scaled sum; one fused kernel, nothing more saved."""
-        return torch.addcmul(self.skip(residual), branch, self.alpha)
+        residual, branch = self.scaled(residual, branch)
+        return torch.addcmul(residual, branch, self.alpha)

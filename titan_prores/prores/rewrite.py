@@ -158,7 +158,7 @@ def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[Scaled
     for sites in found:
         adds.append([])
         for parent, name, child in sites:
-            scaled = ScaledResidualAdd(child.skip_scale)
+            scaled = ScaledResidualAdd(child.skip_scale, child.branch_scale)
             setattr(parent, name, scaled)
             adds[-1].append(scaled)
     return adds
