@@ -41,9 +41,10 @@ class Grid(Section):
 
 
 class Beside(Section):
-    """A column of figures from elsewhere, put beside those of the sweep."""
+    """Figures from elsewhere, put beside those of the sweep. Several with one title share a column."""
 
     column: str = setting(help="title of the column")
+    where: dict[str, str] = setting({}, "axis -> value: only for the rows that have it")
     axis: str = setting(help="the axis that tells the rows apart")
     cells: dict[str, str] = setting(help="value of that axis -> what to show")
 
@@ -155,8 +156,8 @@ class Sweep:
                 for value in values if isinstance(values, tuple) else (values,):
                     self._label(f"exclude.{number}.{axis}", axis, value)
         for beside in file.beside:
-            for value in beside.cells:
-                self._label("beside.cells", beside.axis, value)
+            for axis, value in [*beside.where.items(), *((beside.axis, value) for value in beside.cells)]:
+                self._label("beside", axis, value)
         if self._errors:
             raise ConfigErrors(self._errors)
         self.planned = self._plan()

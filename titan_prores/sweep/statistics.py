@@ -84,7 +84,7 @@ def cells(sweep: Sweep, results: Sequence[Result]) -> list[Cell]:
 
 def header(sweep: Sweep) -> list[str]:
     axes = [axis for axis in sweep.axes if not sweep.pair or axis != sweep.pair.axis]
-    beside = [beside.column for beside in sweep.file.beside]
+    beside = list(dict.fromkeys(beside.column for beside in sweep.file.beside))
     if not sweep.pair:
         return [*axes, "seeds", sweep.file.metric, "lowest", "highest", "not finished", *beside]
     axis, pair = sweep.pair.axis, sweep.pair
@@ -99,7 +99,12 @@ def row(sweep: Sweep, cell: Cell) -> list[str]:
     """A line of the table; its columns are `header`'s."""
     key = sweep.file.metric
     axes = [cell.values.get(axis, "") for axis in sweep.axes if not sweep.pair or axis != sweep.pair.axis]
-    beside = [beside.cells.get(cell.values.get(beside.axis, ""), "") for beside in sweep.file.beside]
+    columns: dict[str, str] = {}
+    for each in sweep.file.beside:
+        columns.setdefault(each.column, "")
+        if all(cell.values.get(axis) == value for axis, value in each.where.items()):
+            columns[each.column] = each.cells.get(cell.values.get(each.axis, ""), columns[each.column])
+    beside = list(columns.values())
     bad = ", ".join(f"{result.state}: {_side(sweep, result)}seed {result.values[SEED]}" for result in cell.bad)
     baseline = list(cell.metrics(cell.baseline, key).values())
     if not sweep.pair:
