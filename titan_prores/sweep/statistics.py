@@ -105,7 +105,7 @@ def row(sweep: Sweep, cell: Cell) -> list[str]:
         if all(cell.values.get(axis) == value for axis, value in each.where.items()):
             columns[each.column] = each.cells.get(cell.values.get(each.axis, ""), columns[each.column])
     beside = list(columns.values())
-    bad = ", ".join(f"{result.state}: {_side(sweep, result)}seed {result.values[SEED]}" for result in cell.bad)
+    bad = "; ".join(f"{result.state}: {_side(sweep, result)}seed {result.values[SEED]}" for result in cell.bad)
     baseline = list(cell.metrics(cell.baseline, key).values())
     if not sweep.pair:
         ends = [f"{end(baseline):.4f}" if baseline else "" for end in (min, max)]
