@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.launch import CORPUS, REPOSITORY, losses
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 SWEEP = REPOSITORY / "scripts" / "sweep.py"
 NAMES = ("prores=off,seed=0", "prores=on,seed=0")
