@@ -197,7 +197,10 @@ class FeedForward(nn.Module):
 
 
 class ScaledRMSNorm(nn.RMSNorm):
-    """RMSNorm with a constant factor, kept as a tensor: a float that differs by layer costs a graph a layer."""
+    """RMSNorm with a constant factor, kept as a tensor: a float that differs by layer costs a graph a layer.
+
+    In eager bf16 the multiplication rounds the factor to bf16.
+    """
 
     def __init__(self, dim: int, eps: float, scale: float) -> None:
         super().__init__(dim, eps)
@@ -239,10 +242,10 @@ class TiedOutput(nn.Module):
         return F.linear(x_BSD, weight_VD)
 
 
-def _norm(present: bool, config: LlamaConfig, scale: float = 1.0) -> nn.Module:
+def _norm(present: bool, config: LlamaConfig, scale: float | None = None) -> nn.Module:
     if not present:
         return nn.Identity()
-    if scale != 1.0:
+    if scale is not None:
         return ScaledRMSNorm(config.dim, config.norm_eps, scale)
     return nn.RMSNorm(config.dim, config.norm_eps)
 

@@ -22,22 +22,23 @@ class Placement:
         in_norm: norm before the branch (`attention_norm`, `ffn_norm`).
         res_norm: norm on the branch's output (`attention_post_norm`, `ffn_post_norm`).
         out_norm: norm after the add (`attention_out_norm`, `ffn_out_norm`).
-        in_norm_scale: s, constant factor on in_norm's output; may differ by layer.
+        in_norm_scale: s, constant factor on in_norm's output, which may differ by layer: one graph serves them all when
+            compiled, as long as each has one. None = no factor.
         in_norm_start: what in_norm's weight starts at, where not at 1.
-        skip_scale: c, constant factor on the skip path. Compiled, each value of it is a graph, as each set of norms is.
+        skip_scale: c, constant factor on the skip path. Each of its values costs a graph, as each set of norms does.
         branch_scale: b, constant factor on the branch's output; likewise.
     """
 
     in_norm: bool = False
     res_norm: bool = False
     out_norm: bool = False
-    in_norm_scale: float = 1.0
+    in_norm_scale: float | None = None
     in_norm_start: float = 1.0
     skip_scale: float = 1.0
     branch_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.in_norm and (self.in_norm_scale, self.in_norm_start) != (1.0, 1.0):
+        if not self.in_norm and (self.in_norm_scale, self.in_norm_start) != (None, 1.0):
             raise ValueError("in_norm_scale and in_norm_start need in_norm")
 
 

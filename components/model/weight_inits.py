@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from titan_prores.init import InitRule, fan_in_normal, normal, ones, trunc_normal, xavier_normal
 
 
@@ -76,32 +78,46 @@ def _deepnorm(shape: Shape, std: float) -> list[InitRule]:
     ]
 
 
-# Moments of silu(z) for z ~ N(0, 1): mean square, then the squared coefficients of its expansion in Hermite polynomials
-# of degree 0 and 1.
-SILU_SQUARE = 0.3557
+# deepscale, for wide layers, with E[x_i x_k] = r for the streams of two tokens and 1 for those of one:
+#
+# A norm gives every token a mean square of 1, and a matrix of std 1/sqrt(columns) keeps it: q, k, v, w1 x and w3 x have
+# variance 1. So has a score q.k/sqrt(head_dim); of that, r is common to all keys of a query and cancels in the softmax.
+#
+# Feed-forward: E[(silu(g) u)^2] = E[silu(g)^2] for independent g and u ~ N(0, 1), so w2 gets the inverse root of that.
+#
+# Attention: position n gives sum_k p_k v_k, of variance P + r(1 - P) with P = E[sum_k p_k^2], which is about
+# e^s / (n - 1 + e^s) for a softmax of n normal scores of variance s = 1 - r. wo gets the inverse root of the mean over
+# positions. Two positions m < n share 1/n of their weights: their correlation is r + (1 - r)/n, over that same mean.
+#
+# r starts at the chance that two tokens are the same, pi^2 / (6 ln(V)^2) by Zipf's law for V of them, and each add
+# makes it lambda^2 r + beta^2 r_branch. A feed-forward's is r E[silu(g) silu(g')] / E[silu(g)^2] for g, g' of
+# correlation r: a power series whose coefficients are the shares of silu's Hermite components.
+SILU_MEAN_SQUARE = 0.35578
+SILU_SHARES = (0.120, 0.703, 0.177)  # constant, linear, quadratic and above
 
 
-def attention_gains(shape: Shape) -> Iterator[float]:
-    """What the attention output of each layer is multiplied with for unit variance, shallowest first."""
-    lam2, beta2 = 1 - 2 / shape.n_layers, 2 / shape.n_layers
-    correlation = math.pi**2 / (6 * math.log(shape.vocab_size) ** 2)
+def _attention_gains(shape: Shape) -> Iterator[float]:
+    """What wo of each layer is multiplied with for an attention output of unit variance, shallowest first."""
+    n_keys = np.arange(1, shape.seq_len + 1)
+    beta2 = 2 / shape.n_layers
+    r = min(1.0, math.pi**2 / (6 * math.log(max(shape.vocab_size, 2)) ** 2))
     for _ in range(shape.n_layers):
-        spread = math.exp(1 - correlation)
-        own = sum(spread / (n - 1 + spread) for n in range(1, shape.seq_len + 1)) / shape.seq_len
-        variance = correlation + (1 - correlation) * own
+        spread = math.exp(1 - r)
+        mean_square_weight = float(np.mean(spread / (n_keys - 1 + spread)))
+        variance = r + (1 - r) * mean_square_weight
         yield variance**-0.5
-        correlation = lam2 * correlation + beta2 * (correlation + (1 - correlation) * 2 / shape.seq_len) / variance
-        mixed = correlation * (0.12 + 0.703 * correlation + 0.177 * correlation**2)
-        correlation = lam2 * correlation + beta2 * mixed
+        shared = 2 / (shape.seq_len + 1)  # mean of 1/n over pairs of positions
+        r = (1 - beta2) * r + beta2 * (r + (1 - r) * shared) / variance
+        r = (1 - beta2) * r + beta2 * sum(share * r ** (power + 1) for power, share in enumerate(SILU_SHARES))
 
 
 def _deepscale(shape: Shape, std: float) -> list[InitRule]:
     return [
         *(
             InitRule(f"layers.{index}.attention.wo.weight", fan_in_normal(gain))
-            for index, gain in enumerate(attention_gains(shape))
+            for index, gain in enumerate(_attention_gains(shape))
         ),
-        InitRule("layers.*.feed_forward.w2.weight", fan_in_normal(SILU_SQUARE**-0.5)),
+        InitRule("layers.*.feed_forward.w2.weight", fan_in_normal(SILU_MEAN_SQUARE**-0.5)),
         InitRule("tok_embeddings.weight", normal(1.0)),
         InitRule("*.weight", fan_in_normal()),
     ]
@@ -132,6 +148,8 @@ WEIGHT_INITS: dict[str, WeightInit] = {
     ),
     # arXiv 2403.09635
     "deepscale": WeightInit(
-        "DeepScaleLM: normals that give the embedding and the output of every branch unit variance", _deepscale, 3
+        "DeepScaleLM: embedding and output of every branch have unit variance, whatever std; for untied embeddings",
+        _deepscale,
+        min_layers=3,
     ),
 }
