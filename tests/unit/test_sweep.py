@@ -275,6 +275,16 @@ def test_spread_by_hand() -> None:
     assert Spread.of([1.0, 2.0, 4.0]) == Spread(3, 7 / 3, math.sqrt(7 / 3))
     assert Spread.of([1.5]) == Spread(1, 1.5, None) and Spread.of([]) == Spread(0, None, None)
     assert Spread(2, -0.01234, 0.1).show(sign="+") == "-0.0123 ± 0.1000"
+    # t of 2 degrees of freedom is 4.3027.
+    assert Spread(3, 1.0, 0.3).interval == pytest.approx((1 - 4.3027 * 0.3 / math.sqrt(3), 1 + 0.74526), abs=1e-4)
+    assert Spread.of([1.5]).interval is None
+
+
+def test_quantiles_of_student_s_t() -> None:
+    """The tabulated ones, and the expansion against published values."""
+    assert statistics.t_quantile(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), abs=1e-4)  # in closed form
+    for freedom, published in ((11, 2.20099), (20, 2.08596), (60, 2.00030)):
+        assert statistics.t_quantile(freedom) == pytest.approx(published, abs=3e-3)
 
 
 def ended(sweep: Sweep, values: Mapping[str, float | None]) -> list[Result]:
@@ -308,7 +318,8 @@ def test_pairs_are_of_the_same_seed(read) -> None:
     rows = {line.split(" | ")[0] + line.split(" | ")[1]: line for line in text.splitlines() if line.startswith("| p")}
     # (2 + 3 + 9) / 3; the pairs' mean is 0.1 and their deviation 0.4 / sqrt(2).
     assert rows["| pre0.001"] == (
-        "| pre | 0.001 | 3 + 2 | 4.6667 ± 3.7859 | 2.6000 ± 0.9899 | +0.1000 ± 0.2828 | +10.52 % | 1 of 2 |  | 1 -> 2 |"
+        "| pre | 0.001 | 3 + 2 | 4.6667 ± 3.7859 | 2.6000 ± 0.9899 | +0.1000 ± 0.2828 | "
+        "[-2.4412, +2.6412] | +10.52 % | 1 of 2 |  | 1 -> 2 |"
     )
     assert "diverged: prores on, seed 0" in rows["| post0.001"] and "1 of 1" in rows["| post0.001"]
     assert text.index("Runs without a counterpart") < text.index(rows["| pre0.0005"])
@@ -317,7 +328,7 @@ def test_pairs_are_of_the_same_seed(read) -> None:
     lines = statistics.table_csv(sweep, found).splitlines()
     assert lines[0].startswith("norm,lr,baseline_n,baseline_mean,baseline_sd,baseline_not_finished,treatment_n")
     post_line = next(line for line in lines if line.startswith("post,"))
-    assert post_line == "post,0.001,2,2.0,0.0,0,1,1.0,,1,1,-1.0,,1"
+    assert post_line == "post,0.001,2,2.0,0.0,0,1,1.0,,1,1,-1.0,,,,1"
     assert len(statistics.runs_csv(sweep, found).splitlines()) == 1 + 10
 
 

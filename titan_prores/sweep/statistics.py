@@ -13,6 +13,17 @@ from titan_prores.sweep.plan import SEED, Sweep
 from titan_prores.sweep.results import Result
 from titan_prores.tables import markdown
 
+# 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
+_T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t; above 10 degrees of freedom by the first terms of its expansion."""
+    if freedom <= len(_T_QUANTILES):
+        return _T_QUANTILES[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -26,6 +37,14 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         n = len(values)
         return cls(n, statistics.fmean(values) if n else None, statistics.stdev(values) if n > 1 else None)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the mean by Student's t; None of fewer than two values."""
+        if self.sd is None:
+            return None
+        half = t_quantile(self.n - 1) * self.sd / math.sqrt(self.n)
+        return self.mean - half, self.mean + half
 
     def show(self, digits: int = 4, sign: str = "") -> str:
         if self.mean is None:
@@ -90,7 +109,8 @@ def header(sweep: Sweep) -> list[str]:
     axis, pair = sweep.pair.axis, sweep.pair
     relative = ["perplexity"] if sweep.file.metric == "validation_loss" else []
     return [
-        *axes, "seeds", f"{axis} {pair.baseline}", f"{axis} {pair.treatment}", "difference", *relative, "lower in",
+        *axes, "seeds", f"{axis} {pair.baseline}", f"{axis} {pair.treatment}", "difference", "95 %", *relative,
+        "lower in",
         "not finished", *beside,
     ]  # fmt: skip
 
@@ -116,8 +136,10 @@ def row(sweep: Sweep, cell: Cell) -> list[str]:
     relative = [f"{100 * math.expm1(spread.mean):+.2f} %" if spread.n else ""] if key == "validation_loss" else []
     lower = f"{sum(value < 0 for value in differences)} of {spread.n}" if spread.n else ""
     seeds = f"{len(cell.baseline)} + {len(cell.treatment)}"
+    interval = "" if spread.interval is None else f"[{spread.interval[0]:+.4f}, {spread.interval[1]:+.4f}]"
     return [
-        *axes, seeds, Spread.of(baseline).show(), Spread.of(treatment).show(), spread.show(sign="+"), *relative, lower,
+        *axes, seeds, Spread.of(baseline).show(), Spread.of(treatment).show(), spread.show(sign="+"), interval,
+        *relative, lower,
         bad, *beside,
     ]  # fmt: skip
 
@@ -150,7 +172,7 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
     if compared:
         parts += [
             f"Differences are {sweep.pair.axis} {sweep.pair.treatment} minus {sweep.pair.baseline} of the same seed, "
-            "over the seeds where both finished.\n",
+            "over the seeds where both finished; 95 % is the interval of their mean by Student's t.\n",
             table(compared),
         ]
     if alone:
@@ -164,7 +186,7 @@ def table_csv(sweep: Sweep, results: Sequence[Result]) -> str:
     axes = [axis for axis in sweep.axes if not sweep.pair or axis != sweep.pair.axis]
     sides = ["baseline", "treatment"] if sweep.pair else ["runs"]
     columns = [f"{side}_{what}" for side in sides for what in ("n", "mean", "sd", "not_finished")]
-    columns += [f"difference_{what}" for what in ("n", "mean", "sd", "lower")] if sweep.pair else []
+    columns += [f"difference_{what}" for what in ("n", "mean", "sd", "low95", "high95", "lower")] if sweep.pair else []
     lines: list[list[object]] = [[*axes, *columns]]
     for cell in cells(sweep, results):
         line: list[object] = [cell.values.get(axis, "") for axis in axes]
@@ -174,7 +196,8 @@ def table_csv(sweep: Sweep, results: Sequence[Result]) -> str:
         if sweep.pair:
             differences = list(cell.differences(key).values())
             spread = Spread.of(differences)
-            line += [spread.n, spread.mean, spread.sd, sum(value < 0 for value in differences)]
+            ends = spread.interval or (None, None)
+            line += [spread.n, spread.mean, spread.sd, *ends, sum(value < 0 for value in differences)]
         lines.append(line)
     return _csv(lines)
 
