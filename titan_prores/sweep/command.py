@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs side by side on this machine")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run; may be repeated")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run, and no tables; may be repeated")
     parser.add_argument("--retry-failed", action="store_true", help="run those again that failed; not the diverged")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
@@ -107,7 +107,10 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     else:
         book.check()
         if not options.dry_run and not options.slurm:
-            return Runner(book, options.jobs, _say, lambda: write_tables(book)).run(options.only)
+            if options.only:  # other processes may be at it: the tables are left to --collect
+                return Runner(book, options.jobs, _say).run(options.only)
+            write_tables(book)
+            return Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
         left = [run for run in book.runs() if run.waits or not book.result(run).ended]
         ready = [run for run in left if not run.waits]
         if options.slurm:

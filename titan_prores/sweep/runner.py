@@ -137,6 +137,7 @@ class _Child:
     run: Run
     process: subprocess.Popen
     before: int | None  # time stamp of status.json, to tell whether this process has written it
+    signals: int = 0  # how many have been passed on
     started: float = field(default_factory=time.monotonic)
 
 
@@ -157,6 +158,7 @@ class Runner:
         self.book, self.sweep, self.jobs = book, book.sweep, jobs
         self.say, self.after_each = say, after_each
         self.stopped: str | None = None
+        self._signals_received = 0
         self._children: list[_Child] = []
 
     def run(self, only: Iterable[str] = ()) -> int:
@@ -193,10 +195,14 @@ class Runner:
         return int(any(run.waits or self.book.result(run).state == "failed" for run in left))
 
     def _step(self, wanted: set[str]) -> bool:
-        """Take in what has ended, start what there is room for; False when nothing is left."""
+        """Take in what has ended, pass signals on, start what there is room for; False when nothing is left."""
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._children.remove(child)
             self._take(child)
+        for child in self._children:
+            if child.signals < self._signals_received:
+                child.signals = self._signals_received
+                child.process.send_signal(signal.SIGTERM)
         if not self.stopped and len(self._children) < self.jobs:
             running = {child.run.name for child in self._children}
             ready = (
@@ -255,13 +261,11 @@ class Runner:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass a signal on to every run; they save and end."""
+        """Take note of signals; the runs get them with the next step, save and end, at once with a second one."""
 
         def receive(number: int, frame: object) -> None:
             self.stopped = signal.Signals(number).name
-            for child in self._children:
-                if child.process.poll() is None:
-                    child.process.send_signal(signal.SIGTERM)
+            self._signals_received += 1
 
         before = {number: signal.signal(number, receive) for number in SIGNALS}
         try:
