@@ -40,6 +40,7 @@ class WeightInit:
     min_layers: int = 1
 
     def rules(self, shape: Shape, std: float) -> list[InitRule]:
+        """Rules of every weight of the model, norms included."""
         return [InitRule("*norm.weight", ones), *self.matrices(shape, std)]
 
 

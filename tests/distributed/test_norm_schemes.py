@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from components.model.norm_schemes import NORM_SCHEMES
-from tests.distributed.parity import PRORES, assert_same_run, train_all
+from components.transform.compile import graphs
+from tests.distributed.parity import PRORES, assert_same_run, train
 from tests.distributed.spawn import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -18,17 +20,27 @@ SHORT = [
     "--training.global_batch_size=8", "--metrics.layer_grad_norm.every_steps=1",
 ]  # fmt: skip
 SCHEMES = {norm: [f"--model.norm={norm}"] for norm in NORM_SCHEMES}
-LAYOUTS = {
-    1: {"one": []},
-    2: {"fsdp2": [], "tp2": ["--parallelism.tensor_parallel_degree=2"]},
+# Those that bring what no other has: a factor as a tensor, a norm on the embedding, two kinds of layers, two factors.
+COMPILED = ["lns", "peri", "mix", "deepscale"]
+TP = "--parallelism.tensor_parallel_degree=2"
+AOT = ["--transforms.compile.backend=aot_eager", "--transforms.activation_checkpoint.mode=selective"]
+# Number of ranks -> name -> overrides and schemes.
+LAYOUTS: dict[int, dict[str, tuple[list[str], list[str]]]] = {
+    1: {"one": ([], list(SCHEMES))},
+    2: {"fsdp2": ([], list(SCHEMES)), "tp2": ([TP], list(SCHEMES)), "tp2-compiled": ([TP, *AOT], COMPILED)},
 }
 
 
 def train_schemes(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
-    return {
-        layout: train_all(rank, world_size, [*SHORT, *overrides], f"{folder}/{layout}", SCHEMES)
-        for layout, overrides in LAYOUTS[world_size].items()
-    }
+    results: dict[str, dict[str, Any]] = {}
+    for layout, (overrides, names) in LAYOUTS[world_size].items():
+        results[layout] = {}
+        for name in names:
+            torch._dynamo.reset()
+            before = graphs()
+            run = train(rank, world_size, [*SHORT, *overrides, *SCHEMES[name]], f"{folder}/{layout}/{name}")
+            results[layout][name] = {**run, "graphs": graphs() - before}
+    return results
 
 
 @pytest.mark.timeout(900)
@@ -41,11 +53,16 @@ def test_every_scheme_equals_one_process(tmp_path: Path) -> None:
         # Step 2 is the first in which branches count: all of the model has a gradient there.
         assert all(gradient.norm() > 0 for (step, _), gradient in expected["gradients"].items() if step == 2), norm
         assert expected["losses"][-1] < expected["losses"][0]
-        for layout, found in runs.items():
+    for layout, found in runs.items():
+        assert list(found) == LAYOUTS[2][layout][1]
+        for norm, run in found.items():
             try:
-                assert_same_run(found[norm], expected)
+                assert_same_run(run, reference[norm])
             except AssertionError as error:
                 raise AssertionError(f"{norm} on {layout}: {error}") from error
+    # Four layers, the first of another kind in mix, and the loss; each in training and in validation.
+    compiled = {norm: run["graphs"] for norm, run in runs["tp2-compiled"].items()}
+    assert compiled == {"lns": 4, "peri": 4, "mix": 6, "deepscale": 4}
     # Negative control: two schemes with the same weights, told apart by a factor in the branches.
     assert reference["lns"]["weights"].keys() == reference["pre"]["weights"].keys()
     with pytest.raises(AssertionError, match="gradient of"):

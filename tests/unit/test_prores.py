@@ -21,10 +21,10 @@ L = 4
 class Block(nn.Module):
     """Two branches, as a transformer block has."""
 
-    def __init__(self, dim: int, skip_scale: float = 1.0) -> None:
+    def __init__(self, dim: int, *scales: float) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.first_add, self.second_add = ResidualAdd(skip_scale), ResidualAdd(skip_scale)
+        self.first_add, self.second_add = ResidualAdd(*scales), ResidualAdd(*scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first_add(x, torch.tanh(self.first(x)))
@@ -32,10 +32,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, dim: int = 8, skip_scale: float = 1.0, recompute: bool = False) -> None:
+    def __init__(
+        self, dim: int = 8, skip_scale: float = 1.0, branch_scale: float = 1.0, recompute: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(dim, skip_scale) for _ in range(L))
+        self.layers = nn.ModuleList(Block(dim, skip_scale, branch_scale) for _ in range(L))
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,9 +61,9 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("skip_scale", [1.0, 1.7])
-def test_alpha_one_is_bitwise_the_plain_model(dtype: torch.dtype, skip_scale: float) -> None:
-    plain = Model(skip_scale=skip_scale).to(dtype)
+@pytest.mark.parametrize(("skip_scale", "branch_scale"), [(1.0, 1.0), (1.7, 1.0), (0.9, 0.3)])
+def test_alpha_one_is_bitwise_the_plain_model(dtype: torch.dtype, skip_scale: float, branch_scale: float) -> None:
+    plain = Model(skip_scale=skip_scale, branch_scale=branch_scale).to(dtype)
     scaled = copy.deepcopy(plain)
     prores(scaled).set_step(10 * L)
     x = inputs(dtype)
@@ -93,7 +95,7 @@ def test_alpha_zero_is_the_identity(dtype: torch.dtype) -> None:
 
 def test_any_alpha_against_the_formula_in_float64() -> None:
     """Output and gradients against a plain function; both branches of a layer share alpha(l, t)."""
-    model = Model(skip_scale=1.3).double()
+    model = Model(skip_scale=1.3, branch_scale=0.7).double()
     scaling = prores(model)
     x = inputs(torch.float64)
     for step in (0, 3, 17, 100):
@@ -104,8 +106,8 @@ def test_any_alpha_against_the_formula_in_float64() -> None:
             # alpha is kept in fp32.
             alpha = float(np.float32(min(step / (10 * (number + 1)), 1.0)))
             w1, b1, w2, b2 = weights[4 * number : 4 * number + 4]
-            y = 1.3 * y + alpha * torch.tanh(y @ w1.T + b1)
-            y = 1.3 * y + alpha * torch.tanh(y @ w2.T + b2)
+            y = 1.3 * y + alpha * 0.7 * torch.tanh(y @ w1.T + b1)
+            y = 1.3 * y + alpha * 0.7 * torch.tanh(y @ w2.T + b2)
         torch.testing.assert_close(model(x), y, rtol=1e-12, atol=1e-12)
         expected = torch.autograd.grad(y.square().sum(), weights)
         torch.testing.assert_close(gradients(model, x), list(expected), rtol=1e-10, atol=1e-12)
