@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs side by side on this machine")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run, no tables; may be repeated")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run alone; may be repeated")
     parser.add_argument("--retry-failed", action="store_true", help="run those again that failed; not the diverged")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
