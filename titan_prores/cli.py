@@ -182,7 +182,8 @@ def train(recipe: Recipe) -> int:
         status = _status_of(error, trainer, world.rank)
         with contextlib.suppress(OSError):  # the disk may be what failed
             if trainer.run is not None and status == 1:
-                trainer.run.write_status("failed", trainer.step, error=str(error).splitlines()[0] if str(error) else "")
+                what = {"error": str(error).splitlines()[0] if str(error) else "", "error_type": type(error).__name__}
+                trainer.run.write_status("failed", trainer.step, **what)
             elif trainer.log_file is not None and status == EXIT_STATUS:
                 trainer.run.write_status("stopped", trainer.step, signal=str(error))
         _leave(status)
@@ -328,3 +329,7 @@ def _bounds(metadata: Sequence[object]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [f"{signs[key]} {getattr(rule, key)}" for rule in metadata for key in signs if hasattr(rule, key)]
     return f"   [{', '.join(found)}]" if found else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

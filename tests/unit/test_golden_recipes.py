@@ -1,58 +1,86 @@
 """Every shipped recipe resolves to what tests/unit/golden holds: a change of a default is seen for all of them.
 
-`pytest tests/unit/test_golden_recipes.py --update-golden` rewrites the files.
+A recipe that stands on no other has a file of its own, with every value. Of the others inherited.toml has what differs
+from the first recipe that they stand on. `pytest tests/unit/test_golden_recipes.py --update-golden` rewrites the files.
 """
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 
 from titan_prores import config
-from titan_prores.config import tomllib
+from titan_prores.config import dotted, tomllib
 from titan_prores.errors import ConfigErrors
-from titan_prores.recipe import Recipe, resolve
+from titan_prores.recipe import flatten, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "train_configs").rglob("*.toml"))
+FOLDER = ROOT / "train_configs"
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = {
-    path: path.relative_to(ROOT / "train_configs").with_suffix("").as_posix().replace("/", "--") for path in RECIPES
-}
+INHERITED = GOLDEN / "inherited.toml"
+# A sweep says which recipe it is about; it is none.
+TABLES = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.toml"))}
+RECIPES = [path for path, tables in TABLES.items() if "recipe" not in tables]
+NAMES = {path: path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
+ROOTS = [path for path in RECIPES if "base" not in TABLES[path]]
 
 
-def smallest(path: Path) -> tuple[Recipe, int]:
-    """The recipe, resolved for the smallest power of two of ranks that it fits."""
+@cache
+def resolved(path: Path) -> dict[str, Any]:
+    """The recipe, for the smallest power of two of ranks that it fits."""
     tree = config.load(path, defaults=ROOT / "components" / "defaults.toml")
     for power in range(11):
         try:
-            return resolve(tree, 2**power), 2**power
+            return {"ranks": 2**power, **resolve(tree, 2**power).to_dict()}
         except ConfigErrors as several:
             errors = several
     raise errors
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=NAMES.get)
-def test_recipe(path, request):
-    recipe, ranks = smallest(path)
-    file = GOLDEN / f"{NAMES[path]}.toml"
-    found = {"ranks": ranks, **recipe.to_dict()}
+def difference(path: Path) -> dict[str, Any]:
+    """What differs from the first recipe that this one stands on, but for its own name and folder."""
+    base = TABLES[path]["base"]
+    first = (path.parent / (base if isinstance(base, str) else base[0])).resolve()
+    before, now = flatten(resolved(first)), flatten(resolved(path))
+    changed = {
+        dotted(key): value for key, value in now.items() if key[0] != "job" and before.get(key) != value
+    }  # fmt: skip
+    gone = [dotted(key) for key in before if key not in now]
+    return {**changed, **({"gone": gone} if gone else {})}
+
+
+@pytest.mark.parametrize("path", ROOTS, ids=NAMES.get)
+def test_recipe_that_stands_alone(path, request):
+    file = GOLDEN / f"{NAMES[path].replace('/', '--')}.toml"
     if request.config.getoption("--update-golden", default=False):
         file.parent.mkdir(exist_ok=True)
-        file.write_text(tomli_w.dumps(found), encoding="utf-8")
+        file.write_text(tomli_w.dumps(resolved(path)), encoding="utf-8")
     assert file.is_file(), f"no golden file: run pytest {Path(__file__).relative_to(ROOT)} --update-golden"
-    assert found == tomllib.loads(file.read_text(encoding="utf-8"))
+    assert resolved(path) == tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def test_recipes_that_stand_on_others(request):
+    found = {NAMES[path]: difference(path) for path in RECIPES if path not in ROOTS}
+    if request.config.getoption("--update-golden", default=False):
+        INHERITED.write_text(tomli_w.dumps(found), encoding="utf-8")
+    assert found == tomllib.loads(INHERITED.read_text(encoding="utf-8"))
 
 
 def test_no_golden_file_without_a_recipe():
-    assert {file.stem for file in GOLDEN.glob("*.toml")} == set(NAMES.values())
-    assert len(NAMES) == len(set(NAMES.values())) >= 1
+    stems = {NAMES[path].replace("/", "--") for path in ROOTS}
+    assert {file.stem for file in GOLDEN.glob("*.toml")} == stems | {"inherited"}
+    assert len(RECIPES) == len(set(NAMES.values())) >= 1
 
 
 def test_shipped_recipes_explain_themselves():
-    for path in RECIPES:
+    for path in TABLES:
         assert path.read_text(encoding="utf-8").startswith("# "), f"{path.name} begins with a comment: what it is for"
-        assert config.load(path).values["job"]["description"]
+    for path in RECIPES:
+        assert TABLES[path]["job"]["description"], path
+    folders = [TABLES[path]["job"]["dump_folder"] for path in RECIPES]
+    assert len(folders) == len(set(folders)), "two recipes would write into one folder"
 
 
 def test_defaults_stand_alone():

@@ -1,29 +1,59 @@
-"""The recipes of the paper's sizes, and what `--check` says of them without data, tokenizer or ranks."""
+"""The recipes of the paper's experiments, and what `--check` says of them without data, tokenizer or ranks."""
 
 from __future__ import annotations
 
 import re
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_prores import check, config, registry
 from titan_prores.build import build_components
-from titan_prores.recipe import Recipe, resolve
+from titan_prores.recipe import Recipe, flatten, plan_mesh, resolve
+from titan_prores.sweep import plan
 
 ROOT = Path(__file__).parents[2]
-# name -> dim, ffn_dim, heads, layers, peak learning rate; as the paper and its code have them.
+PAPER = ROOT / "train_configs" / "paper"
+# folder -> dim, ffn_dim, heads, layers, peak learning rate, W = T * L; as the paper and its code have them.
 SIZES = {
-    "llama_71m": (512, 1368, 8, 12, 2e-3),
-    "llama_130m": (768, 2048, 12, 12, 2e-3),
-    "llama_350m": (1024, 2736, 16, 24, 1e-3),
-    "llama_1.3b": (2048, 5632, 32, 24, 6e-4),
-    "llama_3b": (2560, 6848, 32, 32, 6e-4),
-    "llama_7b": (4096, 11008, 32, 32, 3e-4),
+    "71m": (512, 1368, 8, 12, 2e-3, 12_000),
+    "71m-24": (512, 1368, 8, 24, 2e-3, 24_000),
+    "71m-48": (512, 1368, 8, 48, 2e-3, 48_000),
+    "71m-72": (512, 1368, 8, 72, 2e-3, 72_000),
+    "71m-96": (512, 1368, 8, 96, 2e-3, 48_000),
+    "71m-120": (512, 1368, 8, 120, 2e-3, 60_000),
+    "130m": (768, 2048, 12, 12, 2e-3, 12_000),
+    "350m": (1024, 2736, 16, 24, 1e-3, 24_000),
+    "1.3b": (2048, 5632, 32, 24, 6e-4, 24_000),
+    "3b": (2560, 6848, 32, 32, 6e-4, 32_000),
+    "7b": (4096, 11008, 32, 32, 3e-4, 32_000),
 }
+# Where the paper's peak learning rate is not Pre-LN's.
+RATES = {
+    ("130m", "post"): 1e-3, ("350m", "post"): 5e-4, ("1.3b", "post"): 3e-4,
+    ("130m", "deepnorm"): 1.5e-3, ("1.3b", "deepnorm"): 3e-4,
+}  # fmt: skip
+# recipe -> norm, init, warmup of the learning rate
+SCHEMES = {
+    "pre": ("pre", "trunc_normal", 2000),
+    "pre_ds": ("pre", "ds", 2000),
+    "pre_scaled": ("pre", "scaled", 2000),
+    "sandwich": ("sandwich", "trunc_normal", 2000),
+    "lns": ("lns", "trunc_normal", 2000),
+    "post": ("post", "trunc_normal", 10_000),
+    "deepnorm": ("deepnorm", "deepnorm", 10_000),
+}
+BASELINES = sorted(
+    path.relative_to(PAPER).with_suffix("").as_posix()
+    for path in PAPER.rglob("*/*.toml")
+    if not path.stem.endswith("_prores")
+)
 
 
+@cache
 def recipe(name: str, world_size: int, *overrides: str) -> Recipe:
     tree = config.load(ROOT / f"train_configs/{name}.toml", overrides, registry.builtin_folder() / "defaults.toml")
     return resolve(tree, world_size)
@@ -38,39 +68,113 @@ def held(report: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_recipe_is_the_paper_s(name: str) -> None:
-    built = recipe(name, 8)
-    dim, ffn_dim, n_heads, n_layers, lr = SIZES[name]
-    model, optimizer, training = built.slots["model"].config, built.slots["optimizer"].config, built.training
-    assert (model.dim, model.ffn_dim, model.n_heads, model.n_layers) == (dim, ffn_dim, n_heads, n_layers)
-    assert (model.vocab_size, model.norm, model.norm_eps, model.tie_embeddings) == (32000, "pre", 1e-5, False)
-    assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (lr, 0.9, 0.95, 0.1)
-    assert (training.seq_len, training.global_batch_size, training.steps, training.max_norm) == (1024, 512, 100_000, 1)
-    assert training.mixed_precision_param == "bfloat16" and training.dtype == "float32"
-    schedule = build_components(built, {"dp_replicate": 1, "dp_shard": 8, "tp": 1}, []).lr_scheduler
-    assert [schedule.factor(t) for t in (0, 1000, 2000, 90_000, 95_000)] == [0, 0.5, 1, 1, 0.5]
-    parts = {part.name: part.config for part in built.sets["transforms"]}
-    assert parts["prores"].residual_schedule.name == "linear" and parts["prores"].residual_schedule.config.T == 1000
-    assert "compile" in parts and ("activation_checkpoint" in parts) == (name in ("llama_3b", "llama_7b"))
+@pytest.mark.parametrize("size", SIZES)
+def test_recipes_of_a_size_are_the_paper_s(size: str) -> None:
+    dim, ffn_dim, n_heads, n_layers, pre_lr, total = SIZES[size]
+    for scheme, (norm, init, warmup) in SCHEMES.items():
+        if not (PAPER / size / f"{scheme}.toml").exists():
+            assert size not in ("130m", "350m", "1.3b") and scheme != "pre", "Table 2 has all of them"
+            continue
+        built = recipe(f"paper/{size}/{scheme}_prores", 8)
+        model, optimizer, training = built.slots["model"].config, built.slots["optimizer"].config, built.training
+        assert (model.dim, model.ffn_dim, model.n_heads, model.n_layers) == (dim, ffn_dim, n_heads, n_layers)
+        assert (model.vocab_size, model.norm_eps, model.tie_embeddings) == (32000, 1e-5, False)
+        assert (model.norm, model.init, model.init_std) == (norm, init, 0.02)
+        lr = RATES.get((size, scheme), pre_lr)
+        assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (lr, 0.9, 0.95, 0.1)
+        tokens = (training.seq_len, training.global_batch_size, training.steps)
+        assert (*tokens, training.max_norm) == (1024, 512, 100_000, 1)
+        assert training.mixed_precision_param == "bfloat16" and training.dtype == "float32"
+        schedule = built.slots["lr_scheduler"].build(total_steps=training.steps)
+        assert [schedule.factor(t) for t in (0, warmup // 2, warmup, 90_000, 95_000)] == [0, 0.5, 1, 1, 0.5]
+        parts = {part.name: part.config for part in built.sets["transforms"]}
+        assert "compile" in parts and ("activation_checkpoint" in parts) == (size in ("3b", "7b"))
+        alpha = parts["prores"].residual_schedule.build(n_layers=n_layers)
+        assert parts["prores"].residual_schedule.name == "linear"
+        assert alpha.alpha(total)[-1] == 1 > alpha.alpha(total - 1)[-1]
 
 
-CELLS = [(name, size) for name in SIZES for size in (8, 64)]
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_pair_differs_in_one_line(name: str) -> None:
+    lines = (PAPER / f"{name}_prores.toml").read_text().split("\n\n")
+    assert lines[1] == f'base = ["{Path(name).name}.toml"]'
+    assert lines[3].split() == ["[transforms.prores]", "enabled", "=", "true"] and len(lines) == 4
+    without, with_prores = (flatten(recipe(f"paper/{name}{end}", 8).to_dict()) for end in ("", "_prores"))
+    differing = {key for key in without | with_prores if without.get(key) != with_prores.get(key)}
+    assert differing - {("job", "description")} == {("job", "dump_folder"), ("transforms", "prores", "enabled")}
+    for end, table in (("", without), ("_prores", with_prores)):
+        assert table["job", "dump_folder"] == f"outputs/paper/{name}{end}"
+
+
+def test_data_sets_and_the_run_without_lr_warmup() -> None:
+    for name in BASELINES:
+        data = recipe(f"paper/{name}", 8).slots["dataset"].config
+        climbmix = name.startswith("climbmix/")
+        assert (data.path, data.subset) == (("OptimalScale/ClimbMix", "default") if climbmix else ("allenai/c4", "en"))
+    found = {name.split("/")[1] for name in BASELINES if name.startswith("climbmix/")}
+    assert found == {"130m", "350m", "1.3b"}
+    for size in found:
+        same = [flatten(recipe(f"paper/{where}{size}/pre", 8).to_dict()) for where in ("", "climbmix/")]
+        assert {key[0] for key in same[0] if same[0][key] != same[1][key]} == {"job", "dataset"}
+    assert recipe("paper/350m/pre_no_lr_warmup", 8).slots["lr_scheduler"].config.warmup_steps == 0
+
+
+BUILT = [f"{name}{end}" for name in BASELINES for end in ("", "_prores")]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_recipe_builds(name: str) -> None:
+    """On the meta device, as for `--check`, which is left to count bytes for the sizes below."""
+    built = recipe(f"paper/{name}", 8)
+    missing: list = []
+    model = build_components(built, plan_mesh(built.parallelism, 8), missing).model
+    assert {each.key for each in missing} <= {"tokenizer.path", "dataset.name"}
+    assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
+    assert len(model.layers) == built.slots["model"].config.n_layers
+
+
+def test_table_6_has_the_paper_s_rows() -> None:
+    sweep = plan.load(PAPER / "table6.toml")
+    runs = sweep.runs(lambda run: None)
+    assert len(runs) == 3 * 21 + 2
+    for run in runs:
+        schedule = run.values["schedule"]
+        tree = config.load(sweep.recipe, sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
+        built = resolve(tree, sweep.file.ranks)
+        post = run.values["norm"] in ("post", "deepnorm")
+        assert built.training.steps == 60_000 and built.slots["model"].config.norm == run.values["norm"]
+        assert built.slots["optimizer"].config.lr == (5e-4 if run.values["norm"] == "post" else 1e-3)
+        assert built.slots["lr_scheduler"].config.warmup_steps == (6000 if post else 2000)
+        prores = {part.name: part.config for part in built.sets["transforms"]}.get("prores")
+        if schedule == "none":
+            assert prores is None
+        elif schedule.startswith("fix-"):
+            assert prores.residual_schedule.name == schedule
+        else:
+            name, _, length = schedule.rpartition("-")
+            alpha = prores.residual_schedule.build(n_layers=24)
+            total = int(length.removesuffix("k")) * 1000
+            assert prores.residual_schedule.name == name
+            assert min(alpha.alpha(total)) == 1 > min(alpha.alpha(total - 1))
+
+
+CHECKED = {f"paper/{size}/pre_prores": size for size in ("71m", "130m", "350m", "1.3b", "3b")} | {"llama_7b": "7b"}
+CELLS = [(name, size) for name in CHECKED for size in (8, 64)]
 
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [pytest.param(*cell, marks=[] if cell == ("llama_71m", 8) else pytest.mark.slow) for cell in CELLS],
+    [pytest.param(*cell, marks=[] if cell == ("paper/71m/pre_prores", 8) else pytest.mark.slow) for cell in CELLS],
 )
 def test_check_on_this_machine(name: str, world_size: int) -> None:
     start = time.perf_counter()
     report = check.report(built := recipe(name, world_size), world_size)
     print(f"{name} for {world_size} ranks: {time.perf_counter() - start:.1f} s")
-    dim, ffn_dim, _, n_layers, _ = SIZES[name]
+    dim, ffn_dim, _, n_layers, _, _ = SIZES[CHECKED[name]]
     parameters = 2 * 32000 * dim + n_layers * (4 * dim**2 + 3 * dim * ffn_dim + 2 * dim) + dim
     assert f"parameters       {parameters:,} (" in report
     assert "tokens in all    52,428,800,000 in 100,000 steps" in report
-    assert "a run needs      train_configs/paper.toml" in report.replace(f"{ROOT}/", "")
+    assert "a run needs      train_configs/paper/base.toml" in report.replace(f"{ROOT}/", "")
 
     sizes = held(report)
     # Norms are not split by tensor parallelism, and rows do not always divide evenly.
@@ -103,7 +207,9 @@ def test_checkpointing_makes_room() -> None:
     short = "--model.n_layers=4"
     modes = {"none": "enabled=false", "selective": "mode=selective", "full": "mode=full"}
     sizes = {
-        mode: held(check.report(recipe("llama_1.3b", 8, short, f"--transforms.activation_checkpoint.{key}"), 8))
+        mode: held(
+            check.report(recipe("paper/1.3b/pre_prores", 8, short, f"--transforms.activation_checkpoint.{key}"), 8)
+        )
         for mode, key in modes.items()
     }
     kept = {mode: size["activations"] for mode, size in sizes.items()}

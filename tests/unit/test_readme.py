@@ -12,6 +12,7 @@ from torch import nn
 from titan_prores import config, registry
 from titan_prores.prores import ResidualAdd
 from titan_prores.recipe import resolve
+from titan_prores.sweep import plan
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -96,3 +97,10 @@ def test_the_recipe_and_the_component(tmp_path: Path) -> None:
     resolved = resolve(tree, 8)
     assert resolved.slots["lr_scheduler"].config.period == 500
     assert resolved.slots["model"].config.n_layers == 24 and resolved.slots["optimizer"].config.lr == 3e-4
+
+
+def test_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").write_text(next(block for block in blocks("toml") if "[[grids]]" in block))
+    sweep = plan.load(tmp_path / "sweep.toml")
+    assert len(sweep.runs(lambda run: None)) == 2 * 3 + 2 * 3 * 2
+    assert len(sweep.runs(lambda run: float(run.values["seed"]))) == 2 * 3 + 2 * 3 * 2 - 2

@@ -1,0 +1,368 @@
+"""Sweeps without training: which runs there are, what depends on what, and the arithmetic of the tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_prores import config
+from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.sweep import command, plan, results, runner, statistics
+from titan_prores.sweep.plan import Sweep
+from titan_prores.sweep.results import Result
+from titan_prores.sweep.runner import Book
+from titan_prores.sweep.statistics import Spread
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "train_configs" / "debug.toml"
+FILE = """
+recipe = "RECIPE"
+folder = "FOLDER"
+seeds = [0, 1, 2]
+pair = { axis = "prores", baseline = "off", treatment = "on" }
+[axes]
+norm.pre = { model.norm = "pre" }
+norm.post = { model.norm = "post", lr_scheduler.warmup_steps = 3 }
+lr = { key = "optimizer.lr", values = [5e-4, 1e-3] }
+prores.off = { transforms.prores.enabled = false }
+prores.on = { transforms.prores.enabled = true }
+"""
+STAGES = """
+[[grids]]
+name = "lr"
+axes = { norm = "all", lr = "all", prores = ["off"], seed = [0] }
+[[grids]]
+name = "pairs"
+axes = { norm = "all", lr = { best_of = "lr", per = ["norm"] }, seed = [0, 1], prores = "all" }
+"""
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def read(text: str = "", head: str = FILE) -> Sweep:
+        file = tmp_path / "sweep.toml"
+        file.write_text(head.replace("RECIPE", str(DEBUG)).replace("FOLDER", str(tmp_path / "runs")) + text)
+        return plan.load(file)
+
+    return read
+
+
+def names(sweep: Sweep, metrics: Mapping[str, float] | None = None) -> list[str]:
+    return [run.name for run in sweep.runs(lambda run: (metrics or {}).get(run.name))]
+
+
+# --- Which runs -------------------------------------------------------------------------------------------------------
+
+
+def test_without_grids_all_of_them_with_pairs_together(read) -> None:
+    found = names(read())
+    assert len(found) == len(set(found)) == 2 * 2 * 3 * 2
+    assert found[:3] == [
+        "norm=pre,lr=0.0005,prores=off,seed=0", "norm=pre,lr=0.0005,prores=on,seed=0",
+        "norm=pre,lr=0.0005,prores=off,seed=1",
+    ]  # fmt: skip
+
+
+def test_a_run_s_overrides_make_its_recipe(read, tmp_path: Path) -> None:
+    sweep = read("[settings]\ntraining.steps = 7\n")
+    run = next(run for run in sweep.planned if run.name == "norm=post,lr=0.001,prores=on,seed=2")
+    assert sweep.overrides(run) == [
+        "--training.steps=7", "--model.norm=post", "--lr_scheduler.warmup_steps=3", "--optimizer.lr=0.001",
+        "--transforms.prores.enabled=true", "--training.seed=2",
+        f"--job.dump_folder={tmp_path / 'runs' / run.name}",
+    ]  # fmt: skip
+    recipe = Book(sweep).recipe(run)
+    assert (recipe.training.seed, recipe.training.steps, recipe.slots["model"].config.norm) == (2, 7, "post")
+    assert recipe.job.dump_folder == str(tmp_path / "runs" / run.name)
+
+
+@pytest.mark.parametrize("value", [True, 3, 1e-5, "pre", "a b", "true", "1", ["x", 2], {"name": "linear", "T": 2.0}])
+def test_values_survive_the_command_line(value: Any) -> None:
+    [line] = shlex.split(shlex.join([f"--model.x={plan._argument(value)}"]))
+    assert config.parse_override(line).values == {"model": {"x": value}}
+
+
+def test_excluded_runs_are_left_out(read) -> None:
+    found = names(read('[[exclude]]\nnorm = "post"\nlr = [5e-4, 1e-3]\n[[exclude]]\nprores = "on"\nseed = 2\n'))
+    assert len(found) == 2 * (2 * 3 - 1) and not [name for name in found if "norm=post" in name]
+    assert not [name for name in found if name.endswith("prores=on,seed=2")]
+
+
+def test_the_best_is_chosen_on_the_baseline_and_a_run_of_two_grids_is_one(read) -> None:
+    sweep = read(STAGES)
+    first = [f"norm={norm},lr={lr},prores=off,seed=0" for norm in ("pre", "post") for lr in ("0.0005", "0.001")]
+    assert names(sweep)[:4] == first
+    assert len(names(sweep)) == 4 + 8 and all("lr=best of lr" in name for name in names(sweep)[4:])
+
+    # Pre-LN is known, Post-LN not yet; ProRes takes the value over although it might like the other one better.
+    metrics = dict(zip(first, [2.0, 1.5, 3.0], strict=False))
+    found = names(sweep, metrics)
+    pre = [f"norm=pre,lr=0.001,prores={p},seed={s}" for s in (0, 1) for p in ("off", "on")]
+    assert found[:4] == first and found[4:7] == pre[1:]
+    assert all("norm=post,lr=best of lr" in name for name in found[7:]) and len(found) == 11
+
+    # One that diverged is no candidate; with none left nothing can be chosen.
+    assert "norm=post,lr=0.0005,prores=on,seed=0" in names(sweep, {**metrics, first[3]: math.inf})
+    bad = {**metrics, first[2]: math.inf, first[3]: math.inf}
+    assert [name for name in names(sweep, bad) if "norm=post,lr=best of lr" in name]
+
+
+def test_the_best_is_the_lowest_mean_over_seeds(read) -> None:
+    sweep = read(STAGES.replace("seed = [0] }", "seed = [0, 1] }"))
+    value = {"0.0005": {"0": 1.0, "1": 3.0}, "0.001": {"0": 1.8, "1": 1.9}}
+    [run] = [run for run in sweep.planned if run.waits and run.values["norm"] == "pre"][:1]
+    metric = lambda run: value[run.values["lr"]][run.values["seed"]]  # noqa: E731
+    assert sweep._best(run, "lr", run.values["lr"], metric) == "0.001"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('metrik = "loss"', "metrik = 'loss': unknown key; did you mean metric?"),
+        ("seeds = []", "seeds = []: must have at least 1 entry"),
+        ('[[grids]]\nname = "a"\naxes = { nrm = ["pre"] }', "'nrm': is no axis of this sweep"),
+        (
+            '[[grids]]\nname = "a"\naxes = { norm = ["prr"] }',
+            "is no value of the axis norm (allowed: pre, post); did you",
+        ),
+        ('[[grids]]\nname = "a"\naxes = { seed = ["x"] }', "is no seed"),
+        ('[[grids]]\nname = "a"\naxes = { norm = "pre" }', "must be a list of values"),
+        ('[[grids]]\nname = "a"\naxes = { lr = { best_of = "b" } }', "there is no earlier grid of this name"),
+        (STAGES.replace('per = ["norm"]', 'per = ["prores", "seed"]'), "per names an axis that the two grids do not"),
+        (STAGES + STAGES, "two grids have this name"),
+        ('[[exclude]]\nnorm = ["pre", "post"]', "leaves no run"),
+        ('[[beside]]\ncolumn = "x"\naxis = "norm"\ncells = { pree = "1" }', "is no value of the axis norm"),
+    ],
+)
+def test_faults_of_a_file_name_key_and_value(read, change: str, message: str) -> None:
+    head = FILE.replace("seeds = [0, 1, 2]\n", "") if change.startswith("seeds") else FILE
+    before, after = (change + "\n", "") if not change.lstrip().startswith("[") else ("", change)
+    with pytest.raises(ConfigErrors) as caught:
+        read(after, before + head)
+    assert message in str(caught.value)
+
+
+def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = [
+        "--config", str(DEBUG), "--folder", str(tmp_path), "--axis", "optimizer.lr=1e-3,2e-3", "--axis",
+        "model.norm=pre,post", "--seeds", "0,3", "--pair", "model.norm", "--training.steps=5", "--dry-run",
+    ]  # fmt: skip
+    assert command.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "# 0 have ended, 8 are left" in out and out.count("--training.steps=5 ") == 8
+    assert "# optimizer.lr=0.001,model.norm=pre,seed=0\n" in out
+
+    assert command.main([*arguments, "--pair", "model.nrm"]) == 2
+    assert command.main([*arguments, "--axis", "model.norm=pre,prr"]) == 2
+    assert "did you mean pre?" in capsys.readouterr().err
+    assert command.main([str(tmp_path / "none.toml"), "--list"]) == 2
+    assert command.main(["--dry-run"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
+    with pytest.raises(SystemExit) as caught:
+        command.main([*arguments, "--jbos=3"])
+    assert caught.value.code == 2
+
+
+def test_the_slurm_script_has_what_can_start_now(read, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    read(STAGES)
+    assert command.main([str(tmp_path / "sweep.toml"), "--slurm"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-3\n" in script and script.count("norm=") == 4
+    assert "# 8 more runs wait for the results of these" in script
+    assert 'sweep.toml --only "${names[$SLURM_ARRAY_TASK_ID]}"' in script
+
+
+# --- What became of them ----------------------------------------------------------------------------------------------
+
+
+def fake_run(folder: Path, steps: int = 20, *, state: str = "finished", loss: float = 2.0, **status: Any) -> None:
+    """A run folder as a run of the debug recipe leaves it."""
+    folder.mkdir(parents=True)
+    at = status.pop("step", steps)
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": at, **status}))
+    rows = [{"step": k, "loss": 5.0 - k / 10, "tokens": 1024 * k, "step_seconds": 0.5} for k in range(1, at + 1)]
+    rows.append(
+        {"step": at, "validation": True, "validation_loss": loss, "validation_perplexity": math.exp(min(loss, 99.0))}
+    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 21, "lo')
+
+
+def test_a_finished_run_is_read_and_kept(read, tmp_path: Path) -> None:
+    sweep = read()
+    run = sweep.planned[0]
+    fake_run(sweep.folder / run.name, loss=2.25)
+    book = Book(sweep)
+    found = book.result(run)
+    assert (found.state, found.step, found.seconds) == ("finished", 20, 10.0)
+    assert found.final == {
+        "loss": 3.0, "tokens": 20480, "validation_loss": 2.25, "validation_perplexity": math.exp(2.25)
+    }  # fmt: skip
+    assert book.metric(run) == 2.25 and found.validation == [[20, 2.25]]
+    book.keep_all()
+    assert book.file(run).stat().st_size < 6000
+
+    # From the repository alone: the run folder is gone.
+    (sweep.folder / run.name).rename(tmp_path / "elsewhere")
+    again = Book(sweep).result(run)
+    assert again.state == "finished" and again.final["validation_loss"] == 2.25 and again.loss == found.loss
+
+
+@pytest.mark.parametrize(
+    ("left", "state", "error"),
+    [
+        ({"state": "running", "step": 10}, "unfinished", ""),
+        ({"state": "stopped", "step": 10}, "unfinished", ""),
+        (
+            {"state": "failed", "step": 9, "error": "step 9: loss nan", "error_type": "NonFiniteError"},
+            "diverged",
+            "nan",
+        ),
+        ({"state": "failed", "step": 9, "error": "no space left", "error_type": "OSError"}, "failed", "no space"),
+        ({"loss": math.inf}, "diverged", "ended at inf"),
+        ({"loss": 4.5}, "diverged", "validation_loss ended at 4.5"),
+    ],
+)
+def test_bad_runs_are_told_apart(read, left: dict[str, Any], state: str, error: str) -> None:
+    sweep = read("", "diverged_above = 4.0\n" + FILE)
+    run = sweep.planned[0]
+    fake_run(sweep.folder / run.name, **left)
+    found = Book(sweep).result(run)
+    assert found.state == state and error in found.error
+    assert Book(sweep).metric(run) == (None if state == "unfinished" else math.inf)
+    retried = Book(sweep, retry_failed=True).result(run).state
+    assert retried == ("unfinished" if state == "failed" else state)
+
+
+def test_a_run_without_its_last_validation_does_not_count_as_finished(read) -> None:
+    sweep = read()
+    run = sweep.planned[0]
+    fake_run(sweep.folder / run.name)
+    file = sweep.folder / run.name / "metrics.jsonl"
+    file.write_text(file.read_text().replace('{"step": 20, "validation"', '{"step": 10, "validation"'))
+    found = Book(sweep).result(run)
+    assert found.state == "failed" and "no validation_loss of its last step" in found.error
+
+
+def test_results_of_other_settings_are_refused(read, tmp_path: Path) -> None:
+    sweep = read()
+    run = sweep.planned[0]
+    fake_run(sweep.folder / run.name)
+    Book(sweep).keep_all()
+    for free in ("metrics.log_freq = 7", "checkpoint.interval = 3"):
+        assert Book(read(f"[settings]\n{free}\n")).result(run).state == "finished"
+    with pytest.raises(ConfigError, match=r"other settings: model\.dim: 64 -> 32"):
+        Book(read("[settings]\nmodel.dim = 32\n")).result(run)
+
+
+def test_series_are_thinned_to_means() -> None:
+    assert results.thinned([(1, 4.0), (2, 2.0), (3, 1.0)], points=2) == [[2, 3.0], [3, 1.0]]
+    assert results.thinned([(1, 4.0)], points=2) == [[1, 4.0]]
+    long = results.thinned([(k, 1.0) for k in range(1, 1602)])
+    assert len(long) == 95 and long[-1] == [1601, 1.0]
+
+
+# --- What they show ---------------------------------------------------------------------------------------------------
+
+
+def test_spread_by_hand() -> None:
+    assert Spread.of([1.0, 2.0, 4.0]) == Spread(3, 7 / 3, math.sqrt(7 / 3))
+    assert Spread.of([1.5]) == Spread(1, 1.5, None) and Spread.of([]) == Spread(0, None, None)
+    assert Spread(2, -0.01234, 0.1).show(sign="+") == "-0.0123 ± 0.1000"
+    # t of 2 degrees of freedom is 4.3027.
+    assert Spread(3, 1.0, 0.3).interval == pytest.approx((1 - 4.3027 * 0.3 / math.sqrt(3), 1 + 0.74526), abs=1e-4)
+    assert Spread.of([1.5]).interval is None
+
+
+def test_quantiles_of_student_s_t() -> None:
+    """The tabulated ones, and the expansion against published values."""
+    assert statistics.t_quantile(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), abs=1e-4)  # in closed form
+    for freedom, published in ((11, 2.20099), (20, 2.08596), (60, 2.00030)):
+        assert statistics.t_quantile(freedom) == pytest.approx(published, abs=3e-3)
+
+
+def ended(sweep: Sweep, values: Mapping[str, float | None]) -> list[Result]:
+    """Results by the name of the run: a loss, or None for one that diverged."""
+    found = []
+    for run in sweep.planned:
+        if run.name in values:
+            loss = values[run.name]
+            state = {"state": "diverged", "error": "nan"} if loss is None else {"state": "finished"}
+            final = {} if loss is None else {"validation_loss": loss}
+            found.append(Result(run.name, dict(run.values), step=20, steps=20, final=final, **state))
+        else:
+            found.append(Result(run.name, dict(run.values)))
+    return found
+
+
+def test_pairs_are_of_the_same_seed(read) -> None:
+    sweep = read('[[beside]]\ncolumn = "paper"\naxis = "norm"\nwhere = { lr = "0.001" }\ncells = { pre = "1 -> 2" }\n')
+    pre, post = "norm=pre,lr=0.001,prores={},seed={}", "norm=post,lr=0.001,prores={},seed={}"
+    found = ended(sweep, {
+        pre.format("off", 0): 2.0, pre.format("on", 0): 1.9, pre.format("off", 1): 3.0, pre.format("on", 1): 3.3,
+        pre.format("off", 2): 9.0,  # without its counterpart
+        post.format("off", 0): 2.0, post.format("on", 0): None, post.format("off", 1): 2.0, post.format("on", 1): 1.0,
+        "norm=pre,lr=0.0005,prores=off,seed=0": 2.5,
+    })  # fmt: skip
+    cells = {cell.values["norm"] + cell.values["lr"]: cell for cell in statistics.cells(sweep, found)}
+    assert cells["pre0.001"].differences("validation_loss") == pytest.approx({"0": -0.1, "1": 0.3})
+    assert cells["post0.001"].differences("validation_loss") == {"1": -1.0}
+
+    text = statistics.report(sweep, found)
+    rows = {line.split(" | ")[0] + line.split(" | ")[1]: line for line in text.splitlines() if line.startswith("| p")}
+    # (2 + 3 + 9) / 3; the pairs' mean is 0.1 and their deviation 0.4 / sqrt(2).
+    assert rows["| pre0.001"] == (
+        "| pre | 0.001 | 3 + 2 | 4.6667 ± 3.7859 | 2.6000 ± 0.9899 | +0.1000 ± 0.2828 | "
+        "[-2.4412, +2.6412] | +10.52 % | 1 of 2 |  | 1 -> 2 |"
+    )
+    assert "diverged: prores on, seed 0" in rows["| post0.001"] and "1 of 1" in rows["| post0.001"]
+    assert text.index("Runs without a counterpart") < text.index(rows["| pre0.0005"])
+    assert text.startswith("10 of 24 runs have ended: 9 finished, 1 diverged;")
+
+    lines = statistics.table_csv(sweep, found).splitlines()
+    assert lines[0].startswith("norm,lr,baseline_n,baseline_mean,baseline_sd,baseline_not_finished,treatment_n")
+    post_line = next(line for line in lines if line.startswith("post,"))
+    assert post_line == "post,0.001,2,2.0,0.0,0,1,1.0,,1,1,-1.0,,,,1"
+    assert len(statistics.runs_csv(sweep, found).splitlines()) == 1 + 10
+
+
+def test_without_a_pair_each_cell_has_its_range(read) -> None:
+    sweep = read(head=FILE.replace("pair = ", "#"))
+    name = "norm=pre,lr=0.001,prores=off,seed={}"
+    text = statistics.report(sweep, ended(sweep, {name.format(0): 2.0, name.format(1): 3.0}))
+    assert "| pre | 0.001 | off | 2 | 2.5000 ± 0.7071 | 2.0000 | 3.0000 |" in text
+
+
+def test_tables_of_the_cpu_reproduction_come_from_its_results() -> None:
+    """The sweep is sound, and its README shows what its results say, be it none yet."""
+    sweep = plan.load(ROOT / "train_configs" / "repro_cpu" / "sweep.toml")
+    assert len(sweep.planned) == 65
+    book = Book(sweep)
+    book.sweep.folder = ROOT / "nowhere"
+    found = [book.result(run) for run in book.runs()]
+    shown = sweep.report.read_text().split("<!-- sweep:begin -->\n")[1].split("<!-- sweep:end -->")[0]
+    assert shown in ("", statistics.report(sweep, found))
+    by_name = {run.values["norm"] for run in sweep.planned}
+    assert by_name == {"pre", "post", "sandwich", "lns", "deepnorm"}
+    for run in sweep.planned:
+        if not run.waits and "prores=on" not in run.name:
+            recipe = book.recipe(run)
+            assert recipe.training.steps == 1600 and not [p for p in recipe.sets["transforms"] if p.name == "prores"]
+
+
+def test_with_nothing_left_nothing_is_run(read) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    sweep = read()
+    for run in sweep.planned:
+        fake_run(sweep.folder / run.name)
+    said: list[str] = []
+    assert runner.Runner(Book(sweep), say=said.append).run() == 0
+    assert signal.getsignal(signal.SIGTERM) is before and said == []
+    with pytest.raises(ConfigError, match="is no run of this sweep"):
+        runner.Runner(Book(sweep)).run(["norm=pre"])

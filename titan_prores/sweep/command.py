@@ -1,0 +1,165 @@
+"""The command line of scripts/sweep.py."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_prores import cli
+from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.sweep import plan, statistics
+from titan_prores.sweep.plan import Sweep
+from titan_prores.sweep.runner import Book, Runner, command, slurm_script
+from titan_prores.tables import replace_between, show
+
+EPILOG = """\
+FILE names a recipe, axes of changes to it, seeds and what is compared; train_configs/repro_cpu/sweep.toml is one.
+Without a file: --config RECIPE --folder FOLDER --axis section.key=value,value [--axis ...] [--seeds 0,1,2]
+[--pair KEY] [--section.key=value ...], the last for every run.
+The same command again goes on where it stopped: runs that have ended are not run again, others resume from their
+newest checkpoint.
+
+Exit status: 0 all runs have ended, 1 one of them failed, 2 the sweep, the recipe or the command line is wrong,
+75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with everything saved.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    options, options.settings = parser.parse_known_args(arguments)
+    if wrong := [each for each in options.settings if not (each.startswith("--") and "." in each and "=" in each)]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    try:
+        return _run(options, arguments)
+    except ConfigError as error:
+        return cli.refuse([error])
+    except ConfigErrors as several:
+        return cli.refuse(several.errors)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sweep.py", description="Train a grid of variants of one recipe, and put the results into one table.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the sweep, a TOML file")
+    parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs side by side on this machine")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run alone; may be repeated")
+    parser.add_argument("--retry-failed", action="store_true", help="run those again that failed; not the diverged")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
+    modes.add_argument("--list", action="store_true", help="print every run and its state")
+    modes.add_argument("--collect", action="store_true", help="only make the tables from what there is")
+    modes.add_argument("--slurm", action="store_true", help="print a Slurm array script for what is left")
+    bare = parser.add_argument_group("instead of FILE")
+    bare.add_argument("--config", metavar="RECIPE", help="the recipe that every run starts from")
+    bare.add_argument("--folder", help="run folders go below it")
+    bare.add_argument("--axis", action="append", default=[], metavar="KEY=VALUES", help="section.key=value,value")
+    bare.add_argument("--seeds", type=_seeds, default=[], metavar="0,1,2", help="of every combination; default 0")
+    bare.add_argument("--pair", metavar="KEY", help="an axis of two values, without and with, to compare")
+    bare.add_argument("--metric", help="key of metrics.jsonl whose last value is compared; default validation_loss")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+    return int(text)
+
+
+def _seeds(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text} is no list of seeds such as 0,1,2")
+    return [int(part) for part in text.split(",")]
+
+
+def _sweep(options: argparse.Namespace) -> Sweep:
+    if options.file is not None:
+        bare = ("config", "folder", "axis", "seeds", "pair", "metric", "settings")
+        if given := [name for name in bare if getattr(options, name)]:
+            raise ConfigError(f"--{given[0]}", "belongs into the file where there is one")
+        return plan.load(options.file)
+    if not options.config or not options.folder:
+        raise ConfigError("FILE", "is required, or --config and --folder", allowed="see --help")
+    return plan.from_arguments(
+        options.config,
+        options.folder,
+        options.axis,
+        options.seeds or [0],
+        options.pair,
+        options.metric,
+        options.settings,
+    )
+
+
+def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    sweep = _sweep(options)
+    book = Book(sweep, retry_failed=options.retry_failed)
+    if options.list:
+        _list(book)
+    elif options.collect:
+        collect(book)
+    else:
+        book.check()
+        if not options.dry_run and not options.slurm:
+            if options.only:  # other processes may be at it: the tables are left to --collect
+                return Runner(book, options.jobs, _say).run(options.only)
+            write_tables(book)
+            return Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
+        left = [run for run in book.runs() if run.waits or not book.result(run).ended]
+        ready = [run for run in left if not run.waits]
+        if options.slurm:
+            script = Path(sys.argv[0])
+            again = ["python", str(script), *(each for each in arguments if each != "--slurm")]
+            print(slurm_script(sweep, ready, len(left) - len(ready), again), end="")
+        else:
+            for run in left:
+                waits = [str(value) for value in run.values.values() if not isinstance(value, str)]
+                print(f"# {run.name}" + (f": waits for the {', '.join(waits)}" if waits else ""))
+                if not waits:
+                    print(shlex.join(command(sweep, run)))
+            print(f"# {len(book.runs()) - len(left)} have ended, {len(left)} are left")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _list(book: Book) -> None:
+    rows = []
+    for run in book.runs():
+        result = book.result(run)
+        value = result.final.get(book.sweep.file.metric)
+        state = "waits" if run.waits else result.state
+        at = f"{result.step} of {result.steps}" if result.steps else ""
+        rows.append([run.name, state, at, f"{value:.4f}" if value is not None else "", result.error])
+    show(str(book.sweep.folder), ["run", "state", "step", book.sweep.file.metric, "why"], rows)
+
+
+def collect(book: Book) -> None:
+    """Keep the result of every run that has ended, write the tables and print them."""
+    book.keep_all()
+    print(write_tables(book), end="")
+
+
+def write_tables(book: Book) -> str:
+    """Write table.csv, table.md and runs.csv beside the results, and the report if there is one; returns the tables."""
+    sweep = book.sweep
+    results = [book.result(run) for run in book.runs()]
+    text = statistics.report(sweep, results)
+    sweep.results.mkdir(parents=True, exist_ok=True)
+    for name, content in (
+        ("table.csv", statistics.table_csv(sweep, results)),
+        ("runs.csv", statistics.runs_csv(sweep, results)),
+        ("table.md", text),
+    ):
+        (sweep.results / name).write_text(content, encoding="utf-8")
+    if sweep.report is not None:
+        replace_between(sweep.report, "sweep", text)
+    return text

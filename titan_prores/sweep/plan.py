@@ -1,0 +1,423 @@
+"""Which runs a sweep consists of: axes of named changes to one recipe, and grids over them.
+
+Knows nothing of how a run is started; what became of earlier runs is handed in where a later one depends on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_prores import config
+from titan_prores.config import Section, dotted, setting
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.parts import resolve_section
+from titan_prores.recipe import flatten
+
+SEED = "seed"  # the axis that every sweep has; statistics are taken over it
+
+
+class Pair(Section):
+    """Which runs are compared, seed by seed."""
+
+    axis: str = setting(help="the axis that the two differ in")
+    baseline: str = setting(help="its value without the treatment")
+    treatment: str = setting(help="its value with it")
+
+
+class Grid(Section):
+    """One block of runs: every combination of the values listed. The axis written last varies fastest."""
+
+    name: str = setting(help="what the block is called", min_length=1)
+    axes: dict[str, Any] = setting(
+        help='axis -> list of values, "all", or { best_of = "<earlier grid>", per = [axes] }', min_length=1
+    )
+
+
+class Beside(Section):
+    """Figures from elsewhere, put beside those of the sweep. Several with one title share a column."""
+
+    column: str = setting(help="title of the column")
+    where: dict[str, str] = setting({}, "axis -> value: only for the rows that have it")
+    axis: str = setting(help="the axis that tells the rows apart")
+    cells: dict[str, str] = setting(help="value of that axis -> what to show")
+
+
+class SweepFile(Section):
+    """A sweep as its TOML file describes it."""
+
+    recipe: str = setting(help="the recipe that every run starts from, relative to this file", min_length=1)
+    folder: str = setting(help="run folders go below it", min_length=1)
+    results: str | None = setting(
+        None, "folder of the small files that tables are made of, relative to this file; default below `folder`"
+    )
+    report: str | None = setting(None, "a file with marks that tables are written between, relative to this file")
+    ranks: int = setting(1, "processes of each run, more than one by torchrun", ge=1)
+    metric: str = setting("validation_loss", "key of metrics.jsonl whose last value is compared; lower is better")
+    diverged_above: float | None = setting(None, "a run whose metric ends above this counts as diverged")
+    settings: dict[str, Any] = setting({}, "part of a recipe that all runs share")
+    axes: dict[str, dict[str, Any]] = setting(
+        {}, "axis -> value -> part of a recipe; or axis -> { key = <a key>, values = [...] }"
+    )
+    seeds: tuple[int, ...] = setting((0,), "values of training.seed, where no grid says otherwise", min_length=1)
+    pair: Pair | None = setting(None, "what is compared with what")
+    grids: tuple[Grid, ...] = setting((), "blocks of runs, in the order they are run; default all axes x seeds")
+    exclude: tuple[dict[str, Any], ...] = setting((), "runs to leave out: axis -> value or values, all must fit")
+    beside: tuple[Beside, ...] = setting((), "columns of figures from elsewhere")
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """A value of an axis that is known once the runs of an earlier grid have ended: the one with the lowest mean.
+
+    Attributes:
+        grid: the earlier grid.
+        per: axes in which those runs must agree with the run that takes the value.
+    """
+
+    grid: str
+    per: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"best of {self.grid}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
+
+    Attributes:
+        grid: the first grid that has it.
+        values: axis -> value, in the order of the sweep's axes.
+    """
+
+    grid: str
+    values: Mapping[str, str | BestOf]
+
+    @property
+    def name(self) -> str:
+        """Also the name of its folder. Two runs of equal values are one run."""
+        return ",".join(f"{axis}={value}" for axis, value in self.values.items())
+
+    @property
+    def waits(self) -> bool:
+        """Whether a value of it is not known yet."""
+        return any(isinstance(value, BestOf) for value in self.values.values())
+
+
+# The metric of a run that has ended, infinite where it diverged or failed; None where it has not.
+Metric = Callable[[Run], float | None]
+
+
+class Sweep:
+    """A sweep whose every name is known to mean something.
+
+    Args:
+        file: its settings.
+        path: where they were read; None for a sweep from the command line.
+        tree: where each value came from.
+
+    Raises:
+        ConfigErrors: an axis, a value or a grid that is not there, or no run at all.
+    """
+
+    def __init__(self, file: SweepFile, path: Path | None, tree: config.Tree) -> None:
+        self.file, self.path, self._tree = file, path, tree
+        self._errors: list[ConfigError] = []
+        here = path.parent if path else Path()
+        self.recipe = here / file.recipe
+        self.folder = Path(file.folder)
+        self.results = here / file.results if file.results else self.folder / "results"
+        self.report = here / file.report if file.report else None
+        # axis -> value -> changes of the recipe, as dotted key -> value
+        self.axes: dict[str, dict[str, dict[str, Any]]] = {
+            name: self._axis(name, table) for name, table in file.axes.items()
+        }
+        if SEED in self.axes:
+            self._refuse("axes.seed", "every sweep has this axis", allowed="seeds = [0, 1, 2]")
+        self.pair = file.pair
+        if self.pair:
+            self._known_axis("pair.axis", self.pair.axis)
+            for key in ("baseline", "treatment"):
+                self._label(f"pair.{key}", self.pair.axis, getattr(self.pair, key))
+        self.grids: dict[str, dict[str, list[str] | BestOf]] = {}
+        for grid in file.grids or [self._everything()]:
+            if grid.name in self.grids:
+                self._refuse("grids", "two grids have this name", value=grid.name)
+            self.grids[grid.name] = self._axes_of(grid)
+        for number, rule in enumerate(file.exclude):
+            for axis, values in rule.items():
+                for value in values if isinstance(values, tuple) else (values,):
+                    self._label(f"exclude.{number}.{axis}", axis, value)
+        for beside in file.beside:
+            for axis, value in [*beside.where.items(), *((beside.axis, value) for value in beside.cells)]:
+                self._label("beside", axis, value)
+        if self._errors:
+            raise ConfigErrors(self._errors)
+        self.planned = self._plan()
+        if not self.planned:
+            raise ConfigErrors([ConfigError("exclude", "leaves no run")])
+
+    # --- Reading it ---------------------------------------------------------------------------------------------
+
+    def _refuse(self, key: str, problem: str, **details: Any) -> None:
+        where = self._tree.origin(config.split_key(key) or (key,))
+        self._errors.append(ConfigError(key, problem, where=where, **details))
+
+    def _axis(self, name: str, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        if {"key", "values"} == set(table) and not isinstance(table["key"], Mapping):
+            key, values = table["key"], table["values"]
+            if not isinstance(key, str) or config.split_key(key) is None:
+                self._refuse(f"axes.{name}.key", "is no key of a recipe", value=key, allowed="such as optimizer.lr")
+            elif not isinstance(values, (list, tuple)) or not values:
+                self._refuse(f"axes.{name}.values", "must be a list of values", value=values)
+            else:
+                return {self._name(f"axes.{name}", label(value)): {key: value} for value in values}
+            return {}
+        found = {}
+        for value, changes in table.items():
+            if not isinstance(changes, Mapping):
+                self._refuse(
+                    f"axes.{dotted((name, value))}", "must be a part of a recipe", value=changes,
+                    allowed='a table such as { model.norm = "post" }, or key and values of the whole axis',
+                )  # fmt: skip
+                continue
+            found[self._name(f"axes.{name}", value)] = {dotted(key): inner for key, inner in flatten(changes).items()}
+        if not found:
+            self._refuse(f"axes.{name}", "has no values")
+        return found
+
+    def _name(self, key: str, text: str) -> str:
+        """A value's name, which is a part of folder names."""
+        if not _NAME.fullmatch(text):
+            self._refuse(key, "a value cannot have this name", value=text, allowed="letters, digits, . _ + and -")
+        return text
+
+    def _everything(self) -> Grid:
+        """All axes and seeds; what is compared stays together."""
+        order = sorted(self.axes, key=lambda axis: bool(self.pair) and axis == self.pair.axis)
+        axes: dict[str, Any] = {axis: "all" for axis in order}
+        last = {axis: axes.pop(axis) for axis in order[-1:] if self.pair and axis == self.pair.axis}
+        return Grid(name="all", axes={**axes, SEED: tuple(self.file.seeds), **last})
+
+    def _known_axis(self, key: str, axis: str) -> bool:
+        if axis in self.axes or axis == SEED:
+            return True
+        known = [*self.axes, SEED]
+        self._refuse(key, "is no axis of this sweep", value=axis, allowed=known, nearest=nearest(axis, known))
+        return False
+
+    def _label(self, key: str, axis: str, value: Any) -> str:
+        """A value of an axis by its name."""
+        text = label(value)
+        if axis == SEED:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                self._refuse(key, "is no seed", value=value, allowed="an int from 0")
+        elif self._known_axis(key, axis) and text not in self.axes[axis]:
+            known = list(self.axes[axis])
+            self._refuse(
+                key, f"is no value of the axis {axis}", value=value, allowed=known, nearest=nearest(text, known)
+            )
+        return text
+
+    def _axes_of(self, grid: Grid) -> dict[str, list[str] | BestOf]:
+        found: dict[str, list[str] | BestOf] = {}
+        place = f"grids.{grid.name}"
+        for axis, values in grid.axes.items():
+            key = f"{place}.{axis}"
+            if not self._known_axis(key, axis):
+                continue
+            if isinstance(values, Mapping):
+                found[axis] = self._best_of(key, axis, values, grid)
+            elif values == "all":
+                found[axis] = [str(seed) for seed in self.file.seeds] if axis == SEED else list(self.axes[axis])
+            elif isinstance(values, (list, tuple)) and values:
+                found[axis] = [self._label(key, axis, value) for value in values]
+            else:
+                self._refuse(key, "must be a list of values", value=values, allowed='a list, "all" or best_of')
+        found.setdefault(SEED, [str(seed) for seed in self.file.seeds])
+        return found
+
+    def _best_of(self, key: str, axis: str, table: Mapping[str, Any], grid: Grid) -> BestOf:
+        source, per = table.get("best_of"), table.get("per", ())
+        earlier = self.grids.get(source) if isinstance(source, str) else None
+        if set(table) - {"best_of", "per"} or not isinstance(source, str) or not isinstance(per, (list, tuple)):
+            self._refuse(key, "is no choice of the best", value=table, allowed='{ best_of = "<grid>", per = [axes] }')
+        elif earlier is None:
+            self._refuse(key, "there is no earlier grid of this name", value=source, allowed=list(self.grids) or None)
+        elif any(isinstance(values, BestOf) for values in earlier.values()):
+            self._refuse(key, "that grid has to wait for another one itself", value=source)
+        elif axis not in earlier:
+            self._refuse(key, f"that grid does not try values of {axis}", value=source)
+        else:
+            for other in per:
+                if other not in earlier or other not in grid.axes or other in (axis, SEED):
+                    self._refuse(key, "per names an axis that the two grids do not share", value=other)
+        return BestOf(str(source), tuple(map(str, per)))
+
+    # --- Its runs -----------------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[Run]:
+        seen: dict[str, Run] = {}
+        for grid, axes in self.grids.items():
+            choices = [values if isinstance(values, list) else [values] for values in axes.values()]
+            for combination in itertools.product(*choices):
+                run = self._run(grid, dict(zip(axes, combination, strict=True)))
+                if not self._excluded(run):
+                    seen.setdefault(run.name, run)
+        return list(seen.values())
+
+    def _run(self, grid: str, values: Mapping[str, str | BestOf]) -> Run:
+        return Run(grid, {axis: values[axis] for axis in (*self.axes, SEED) if axis in values})
+
+    def _excluded(self, run: Run) -> bool:
+        def fits(axis: str, wanted: Any) -> bool:
+            labels = map(label, wanted if isinstance(wanted, tuple) else (wanted,))
+            return run.values.get(axis) in set(labels)
+
+        return any(all(fits(axis, wanted) for axis, wanted in rule.items()) for rule in self.file.exclude)
+
+    def runs(self, metric: Metric) -> list[Run]:
+        """All runs in their order, with the values that earlier results decide filled in where they are known.
+
+        Args:
+            metric: what became of a run.
+        """
+        found: dict[str, Run] = {}
+        for planned in self.planned:
+            values = {
+                axis: self._best(planned, axis, value, metric) or value if isinstance(value, BestOf) else value
+                for axis, value in planned.values.items()
+            }
+            run = Run(planned.grid, values)
+            if not self._excluded(run):
+                found.setdefault(run.name, run)
+        return list(found.values())
+
+    def _best(self, run: Run, axis: str, choice: BestOf, metric: Metric) -> str | None:
+        """The value of `axis` with the lowest mean metric; None while there is none.
+
+        A value one of whose runs has no finite metric is not chosen.
+        """
+        tried: dict[str, list[float]] = {}
+        for other in self.runs_of(choice.grid):
+            if all(other.values[each] == run.values[each] for each in choice.per):
+                if (value := metric(other)) is None:
+                    return None
+                tried.setdefault(other.values[axis], []).append(value)
+        means = {value: sum(found) / len(found) for value, found in tried.items() if all(map(math.isfinite, found))}
+        return min(means, key=means.__getitem__) if means else None
+
+    def runs_of(self, grid: str) -> Iterator[Run]:
+        """The runs of a grid, those included that an earlier grid has too."""
+        axes = self.grids[grid]
+        choices = [values if isinstance(values, list) else [values] for values in axes.values()]
+        for combination in itertools.product(*choices):
+            run = self._run(grid, dict(zip(axes, combination, strict=True)))
+            if not self._excluded(run):
+                yield run
+
+    def overrides(self, run: Run) -> list[str]:
+        """The command-line arguments that make the recipe this run's; values not known yet are left out."""
+        changes = {dotted(key): value for key, value in flatten(self.file.settings).items()}
+        for axis, value in run.values.items():
+            if axis == SEED:
+                changes["training.seed"] = int(value)
+            elif not isinstance(value, BestOf):
+                changes |= self.axes[axis][value]
+        changes["job.dump_folder"] = str(self.folder / run.name)
+        return [f"--{key}={_argument(value)}" for key, value in changes.items()]
+
+
+_NAME = re.compile(r"[A-Za-z0-9._+-]+")
+_PLAIN = re.compile(r"[A-Za-z_./][\w./,=+-]*")
+
+
+def label(value: Any) -> str:
+    """What a value of an axis is called."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return format(value, "g") if isinstance(value, float) else str(value)
+
+
+def _argument(value: Any) -> str:
+    """A value as an override takes it; a bare word goes without quotes."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value not in ("true", "false", "inf", "nan"):
+        return value
+    return _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{dotted((name,))} = {_toml(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def load(path: Path) -> Sweep:
+    """Read a sweep file.
+
+    Raises:
+        ConfigErrors: it cannot be read, or something in it does not fit.
+    """
+    return _typed(config.load(path), path)
+
+
+def from_arguments(
+    recipe: str, folder: str, axes: Sequence[str], seeds: Sequence[int], pair: str | None, metric: str | None,
+    settings: Sequence[str],
+) -> Sweep:  # fmt: skip
+    """A sweep without a file.
+
+    Args:
+        recipe: path of the recipe.
+        folder: of the run folders.
+        axes: each `section.key=value,value`.
+        seeds: of every combination.
+        pair: a key of `axes` that has two values: without and with.
+        metric: see `SweepFile.metric`.
+        settings: of every run, each `--section.key=value`.
+
+    Raises:
+        ConfigErrors: something does not fit.
+    """
+    tree = config.Tree(values={"recipe": recipe, "folder": folder, "seeds": list(seeds), "axes": {}})
+    if metric is not None:
+        tree.values["metric"] = metric
+    shared = config.Tree()
+    for text in settings:
+        shared.merge(config.parse_override(text))
+    tree.values["settings"] = shared.values
+    for text in axes:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise ConfigErrors([ConfigError("--axis", "is no axis", value=text, allowed="section.key=value,value")])
+        try:
+            parsed = config.parse_override(f"--values=[{values}]").values["values"]
+        except ConfigError:  # words without quotes
+            parsed = values.split(",")
+        tree.values["axes"][key] = {"key": key, "values": parsed}
+    if pair is not None:
+        values = tree.values["axes"].get(pair, {}).get("values", [])
+        if len(values) != 2:
+            allowed = "the key of an --axis with two values, without and with"
+            raise ConfigErrors([ConfigError("--pair", "is no such axis", value=pair, allowed=allowed)])
+        tree.values["pair"] = {"axis": pair, "baseline": label(values[0]), "treatment": label(values[1])}
+    return _typed(tree, None)
+
+
+def _typed(tree: config.Tree, path: Path | None) -> Sweep:
+    errors = list(tree.errors)
+    file = resolve_section(SweepFile, tree.values, (), tree, errors)
+    if errors or file is None:
+        raise ConfigErrors(errors)
+    return Sweep(file, path, tree)

@@ -1,0 +1,201 @@
+"""What became of a run: read from its folder, and kept in one small file that is enough for every table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_prores.config import dotted
+from titan_prores.errors import ConfigError, shown
+from titan_prores.recipe import Recipe, flatten
+
+ENDED = ("finished", "diverged", "failed")
+# The loss of every step would be most of a result's bytes; so many means over equal stretches show its course.
+POINTS = 100
+# Sections of a recipe that change nothing about what is learned.
+FREE_SECTIONS = ("job", "checkpoint", "metrics", "comm", "profiling")
+NOTE = "sweep.json"  # in the run folder: what the sweep started there
+
+
+@dataclass
+class Result:
+    """One run of a sweep.
+
+    Attributes:
+        name: of the run.
+        values: axis -> value.
+        state: new, unfinished (interrupted, or running now), or one of ENDED.
+        step: completed updates.
+        steps: of the whole run.
+        final: last training loss, last validation loss and perplexity, the metric compared, tokens trained on.
+        error: why it diverged or failed.
+        validation: [step, loss] of each validation.
+        loss: [last step, mean training loss] of up to POINTS equal stretches.
+        seconds: spent in steps; validation and checkpoints are not in it.
+        recipe: the settings that the result depends on, to notice when the sweep has changed.
+        surroundings: versions, CPU and commit.
+    """
+
+    name: str
+    values: dict[str, str]
+    state: str = "new"
+    step: int = 0
+    steps: int = 0
+    final: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    validation: list[list[float]] = field(default_factory=list)
+    loss: list[list[float]] = field(default_factory=list)
+    seconds: float = 0.0
+    recipe: dict[str, Any] = field(default_factory=dict)
+    surroundings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    def metric(self, key: str) -> float | None:
+        """The metric compared; infinite for a run that ended badly, None for one that has not ended."""
+        if not self.ended:
+            return None
+        return self.final.get(key, math.inf) if self.state == "finished" else math.inf
+
+    def write(self, file: Path) -> None:
+        """One key a line, so that a change of one is one line of a diff."""
+        values = asdict(self) | {
+            key: _rounded(getattr(self, key)) for key in ("final", "validation", "loss", "seconds")
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        temporary.replace(file)
+
+
+def read(file: Path) -> Result:
+    """A result that `Result.write` wrote.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        result = Result(**json.loads(file.read_text(encoding="utf-8")))
+        result.final = {key: float(value) for key, value in result.final.items()}
+        return result
+    except (ValueError, TypeError) as error:
+        raise ConfigError("", f"is no result of a run: {error}", value=str(file)) from error
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between the settings of a result and those of a run; a key that only one has is a newer default."""
+    old, new = flatten(before), flatten(now)
+    return [
+        f"{dotted(key)}: {shown(old[key])} -> {shown(new[key])}" for key in old if key in new and old[key] != new[key]
+    ]
+
+
+def relevant(recipe: Recipe) -> dict[str, Any]:
+    """The settings of a run that its result depends on."""
+    return {name: table for name, table in recipe.to_dict().items() if name not in FREE_SECTIONS}
+
+
+def look(
+    name: str, values: Mapping[str, str], folder: Path, recipe: Recipe, metric: str, diverged_above: float | None
+) -> Result:
+    """What a run folder tells.
+
+    Args:
+        name: of the run.
+        values: axis -> value.
+        folder: the run folder; need not exist.
+        recipe: the run's.
+        metric: key of metrics.jsonl whose last value counts.
+        diverged_above: a finished run whose metric is larger diverged; None asks only whether it is finite.
+    """
+    result = Result(name, dict(values), steps=recipe.training.steps, recipe=relevant(recipe))
+    status = _json(folder / "status.json")
+    if status is None:
+        return result
+    result.step, state = status.get("step", 0), status.get("state")
+    rows = list(_rows(folder / "metrics.jsonl"))
+    steps = [row for row in rows if not row.get("validation")]
+    result.seconds = sum(row.get("step_seconds", 0.0) for row in steps)
+    if state == "failed":
+        result.state = "diverged" if status.get("error_type") == "NonFiniteError" else "failed"
+        result.error = status.get("error", "")
+    elif state != "finished" or result.step < result.steps:
+        result.state = "unfinished"
+        return result
+    else:
+        result.state = "finished"
+    validations = [row for row in rows if row.get("validation")]
+    result.validation = [[row["step"], float(row["validation_loss"])] for row in validations]
+    result.loss = thinned([(row["step"], float(row["loss"])) for row in steps])
+    if steps:
+        result.final |= {"loss": float(steps[-1]["loss"]), "tokens": steps[-1]["tokens"]}
+    last = next((row for row in reversed(rows) if metric in row), {})
+    for key in (metric, "validation_loss", "validation_perplexity"):
+        if key in last:
+            result.final[key] = float(last[key])
+    result.surroundings = _surroundings(_json(folder / "env.json") or {})
+    if result.state == "finished" and last.get("step") != result.step:
+        result.state, result.error = "failed", f"there is no {metric} of its last step"
+    elif result.state == "finished" and not result.final[metric] <= (diverged_above or math.inf):
+        result.state, result.error = "diverged", f"{metric} ended at {result.final[metric]:.4g}"
+    elif result.state == "finished" and not math.isfinite(result.final[metric]):
+        result.state, result.error = "diverged", f"{metric} is not finite"
+    return result
+
+
+def thinned(series: list[tuple[int, float]], points: int = POINTS) -> list[list[float]]:
+    """Means over at most `points` equal stretches of a series of (step, value), each at its last step."""
+    stretch = max(math.ceil(len(series) / points), 1)
+    found = []
+    for first in range(0, len(series), stretch):
+        part = series[first : first + stretch]
+        found.append([part[-1][0], sum(value for _, value in part) / len(part)])
+    return found
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl; a last line that a killed run left unfinished is passed over."""
+    found = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _surroundings(environment: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: environment[key] for key in ("cpu", "cuda_devices", "mesh") if environment.get(key)}
+    versions = environment.get("versions") or {}
+    commit = (environment.get("git") or {}).get("commit")
+    return {**kept, "torch": versions.get("torch"), "python": versions.get("python"), "commit": commit}
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to seven digits, which is more than any difference between seeds needs; the not finite as strings."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else str(value)
+    return value

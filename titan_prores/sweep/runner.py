@@ -1,0 +1,339 @@
+"""Runs what is left of a sweep, some runs side by side, and keeps what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_prores import config, registry
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.recipe import Recipe, resolve
+from titan_prores.stopping import EXIT_STATUS, SIGNALS
+from titan_prores.sweep import results
+from titan_prores.sweep.plan import Run, Sweep
+from titan_prores.sweep.results import Result
+
+POLL_SECONDS = 0.3
+CONSOLE = "console.log"  # in the run folder: what a run prints
+
+
+class Book:
+    """What is known of each run of a sweep.
+
+    Args:
+        sweep: the sweep.
+        retry_failed: a run that failed counts as unfinished, until it has been started again.
+    """
+
+    def __init__(self, sweep: Sweep, *, retry_failed: bool = False) -> None:
+        self.sweep = sweep
+        self.retry_failed = retry_failed
+        self.started: set[str] = set()
+        self._recipes: dict[str, Recipe] = {}
+        self._ended: dict[str, Result] = {}
+
+    def recipe(self, run: Run) -> Recipe:
+        """The run's resolved recipe.
+
+        Raises:
+            ConfigErrors: there is a fault in it.
+        """
+        if run.name not in self._recipes:
+            tree = config.load(
+                self.sweep.recipe, self.sweep.overrides(run), registry.builtin_folder() / "defaults.toml"
+            )
+            self._recipes[run.name] = resolve(tree, self.sweep.file.ranks)
+        return self._recipes[run.name]
+
+    def result(self, run: Run) -> Result:
+        """What became of the run: from the file of its result, else from its folder.
+
+        Raises:
+            ConfigError: what is there is of a run with other settings.
+        """
+        if run.name in self._ended:
+            return self._ended[run.name]
+        if run.waits:
+            return Result(run.name, {axis: str(value) for axis, value in run.values.items()})
+        file, folder = self.file(run), self.sweep.folder / run.name
+        if file.exists():
+            result = results.read(file)
+            self._same(file, result.recipe, run)
+        else:
+            note = folder / results.NOTE
+            if note.exists():
+                self._same(note, json.loads(note.read_text(encoding="utf-8"))["recipe"], run)
+            result = self.look(run)
+        if result.state == "failed" and self.retry_failed and run.name not in self.started:
+            result.state = "unfinished"
+        if result.ended:
+            self._ended[run.name] = result
+        return result
+
+    def _same(self, file: Path, recipe: dict[str, Any], run: Run) -> None:
+        if changes := results.changed(recipe, results.relevant(self.recipe(run))):
+            raise ConfigError(
+                "", f"is of a run with other settings: {'; '.join(changes[:3])}", value=str(file),
+                allowed="move it away, or give the sweep another folder",
+            )  # fmt: skip
+
+    def look(self, run: Run) -> Result:
+        """What the run's folder tells now."""
+        file = self.sweep.file
+        folder = self.sweep.folder / run.name
+        return results.look(run.name, run.values, folder, self.recipe(run), file.metric, file.diverged_above)
+
+    def metric(self, run: Run) -> float | None:
+        return self.result(run).metric(self.sweep.file.metric)
+
+    def file(self, run: Run) -> Path:
+        return self.sweep.results / f"{run.name}.json"
+
+    def keep(self, run: Run, result: Result) -> None:
+        """Write the result of a run that has ended."""
+        result.write(self.file(run))
+        self._ended[run.name] = results.read(self.file(run))
+
+    def keep_all(self) -> None:
+        """Keep the result of every run that has ended and is not kept yet, as after a sweep that was killed."""
+        for run in self.runs():
+            if not run.waits and not self.file(run).exists() and (result := self.result(run)).ended:
+                self.keep(run, result)
+
+    def runs(self) -> list[Run]:
+        """All runs, with the values that results decide filled in where they are known."""
+        return self.sweep.runs(self.metric)
+
+    def check(self) -> None:
+        """Resolve every run, those that wait without the values that they wait for.
+
+        Raises:
+            ConfigErrors: the faults of the first run that has any.
+        """
+        for run in self.runs():
+            self.recipe(run)
+
+
+def command(sweep: Sweep, run: Run) -> list[str]:
+    """What starts a run."""
+    launcher = [sys.executable]
+    if sweep.file.ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sweep.file.ranks)]
+    return [*launcher, "-m", "titan_prores.cli", "--config", str(sweep.recipe), *sweep.overrides(run)]
+
+
+@dataclass
+class _Child:
+    run: Run
+    process: subprocess.Popen
+    before: int | None  # time stamp of status.json, to tell whether this process has written it
+    signals: int = 0  # how many have been passed on
+    started: float = field(default_factory=time.monotonic)
+
+
+class Runner:
+    """Runs a sweep's runs in their order, each as a process of its own.
+
+    Args:
+        book: what is known of them.
+        jobs: how many at a time.
+        say: takes a line about what happens.
+        after_each: called whenever a result has been kept.
+    """
+
+    def __init__(
+        self, book: Book, jobs: int = 1, say: Callable[[str], None] = print,
+        after_each: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.book, self.sweep, self.jobs = book, book.sweep, jobs
+        self.say, self.after_each = say, after_each
+        self.stopped: str | None = None
+        self._signals_received = 0
+        self._children: list[_Child] = []
+
+    def run(self, only: Iterable[str] = ()) -> int:
+        """Run what has not ended yet.
+
+        Args:
+            only: names of runs; none means all of them.
+
+        Returns:
+            The exit status: 0 all runs have ended, 1 one of them failed or cannot be started, 75 a signal stopped the
+            sweep and every run in it with everything saved.
+
+        Raises:
+            ConfigError: a name of `only` is no run, or a run was refused.
+        """
+        wanted = set(only)
+        names = [run.name for run in self.book.runs()]
+        for name in wanted - set(names):
+            raise ConfigError("--only", "is no run of this sweep", value=name, nearest=nearest(name, names))
+        self.book.keep_all()
+        with self._signals():
+            try:
+                while self._step(wanted):
+                    time.sleep(POLL_SECONDS)
+            finally:
+                self._end_all()
+        if self.stopped:
+            self.say(f"stopped by {self.stopped}, everything saved: the same command goes on")
+            return EXIT_STATUS
+        left = [run for run in self.book.runs() if not wanted or run.name in wanted]
+        for run in left:
+            if run.waits:
+                self.say(f"{run.name}: cannot run, none of what it waits for ended well")
+        return int(any(run.waits or self.book.result(run).state == "failed" for run in left))
+
+    def _step(self, wanted: set[str]) -> bool:
+        """Take in what has ended, pass signals on, start what there is room for; False when nothing is left."""
+        for child in [child for child in self._children if child.process.poll() is not None]:
+            self._children.remove(child)
+            self._take(child)
+        for child in self._children:
+            if child.signals < self._signals_received:
+                child.signals = self._signals_received
+                child.process.send_signal(signal.SIGTERM)
+        if not self.stopped and len(self._children) < self.jobs:
+            running = {child.run.name for child in self._children}
+            ready = (
+                run for run in self.book.runs()
+                if not run.waits and run.name not in running and (not wanted or run.name in wanted)
+                and not self.book.result(run).ended
+            )  # fmt: skip
+            if (run := next(ready, None)) is not None:
+                self._start(run)
+                return True
+        return bool(self._children)
+
+    def _start(self, run: Run) -> None:
+        folder = self.sweep.folder / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = results.relevant(self.book.recipe(run))
+        note = {"grid": run.grid, "values": dict(run.values), "recipe": settings}
+        (folder / results.NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        self.book.started.add(run.name)
+        runs = self.book.runs()
+        number = [other.name for other in runs].index(run.name) + 1
+        self.say(f"[{number}/{len(runs)}] {run.name}: {'goes on' if _stamp(folder) else 'starts'}")
+        before = _stamp(folder)
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // (self.jobs * self.sweep.file.ranks), 1)))
+        with (folder / CONSOLE).open("ab") as console:
+            # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
+            process = subprocess.Popen(
+                command(self.sweep, run), stdin=subprocess.DEVNULL, stdout=console, stderr=console, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        self._children.append(_Child(run, process, before))
+
+    def _take(self, child: _Child) -> None:
+        """Keep what became of a run whose process has ended."""
+        run, status = child.run, child.process.returncode
+        folder = self.sweep.folder / run.name
+        result = self.book.look(run)
+        told = _stamp(folder) != child.before
+        if result.state == "unfinished" and told and _state(folder) == "stopped":
+            self.stopped = self.stopped or f"a signal to {run.name}"
+            return
+        if status == EXIT_STATUS or (self.stopped and status):
+            self.stopped = self.stopped or f"a signal to {run.name}"
+            return
+        if status == 2:
+            raise ConfigError("", f"the run was refused:\n{_tail(folder / CONSOLE)}", value=run.name)
+        if not result.ended or not told:
+            result.state, result.error = "failed", f"ended with status {status}; see {folder / CONSOLE}"
+        self.book.keep(run, result)
+        shown = f"{self.sweep.file.metric} {result.final[self.sweep.file.metric]:.4f}" if (
+            result.state == "finished"
+        ) else result.error  # fmt: skip
+        self.say(f"{run.name}: {result.state} after {time.monotonic() - child.started:.0f} s, {shown}")
+        self.after_each()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Take note of signals; the runs get them with the next step, save and end, at once with a second one."""
+
+        def receive(number: int, frame: object) -> None:
+            self.stopped = signal.Signals(number).name
+            self._signals_received += 1
+
+        before = {number: signal.signal(number, receive) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _end_all(self) -> None:
+        """Leave no process behind, whatever went wrong here."""
+        for child in self._children:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        for child in self._children:
+            child.process.wait()
+
+
+def slurm_script(sweep: Sweep, runs: Iterable[Run], waiting: int, again: list[str]) -> str:
+    """A Slurm array with a task for each run.
+
+    Args:
+        sweep: the sweep.
+        runs: those that can start now.
+        waiting: how many runs wait for them.
+        again: the command line of this script for the same sweep.
+    """
+    names = [run.name for run in runs]
+    if not names:
+        raise ConfigErrors([ConfigError("--slurm", "no run is left that could start now")])
+    later = f"# {waiting} more runs wait for the results of these: print the script again then.\n" if waiting else ""
+    listed = "\n".join(f"    {shlex.quote(name)}" for name in names)
+    return (
+        "#!/usr/bin/env bash\n"
+        f"{later}"
+        f"#SBATCH --job-name={sweep.folder.name}\n"
+        f"#SBATCH --array=0-{len(names) - 1}\n"
+        "#SBATCH --nodes=1\n"
+        "#SBATCH --ntasks=1\n"
+        f"#SBATCH --gpus-per-node={sweep.file.ranks}\n"
+        f"#SBATCH --cpus-per-task={8 * sweep.file.ranks}\n"
+        "#SBATCH --output=slurm-%A-%a.out\n"
+        "# A task that is preempted is queued again, and its run goes on from its newest checkpoint.\n"
+        "#SBATCH --requeue\n"
+        "#SBATCH --open-mode=append\n"
+        f"names=(\n{listed}\n)\n"
+        f'exec srun {shlex.join(again)} --only "${{names[$SLURM_ARRAY_TASK_ID]}}"\n'
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _stamp(folder: Path) -> int | None:
+    try:
+        return (folder / "status.json").stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _state(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "status.json").read_text(encoding="utf-8")).get("state")
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _tail(file: Path, lines: int = 20) -> str:
+    """The errors among the last lines, else the last lines."""
+    last = file.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+    return "\n".join([line for line in last if line.startswith("error: ")] or last)
