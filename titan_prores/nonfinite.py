@@ -122,16 +122,16 @@ def keep_batch(
     folder: Path, batches: Sequence[Sequence[torch.Tensor]], facts: Mapping[str, Any], local_loss: float,
     model: nn.Module, mesh: Mesh,
 ) -> None:  # fmt: skip
-    """Leave what one update was computed from where somebody can look at it. Collective.
+    """Leave what one update was computed from where somebody can look at it, in `step-<k>` below. Collective.
 
     Writes `data-rank-<k>.npz` with int32 arrays `tokens` and `labels` of shape [microbatches, B, S] for every data
     rank, and `report.json` with the facts, the loss by data rank (nats, the rank's share of the mean over the global
     batch) and the names of the parameters whose gradients are not finite. A disk that cannot take it is a warning.
 
     Args:
-        folder: of this update.
+        folder: of all such updates.
         batches: (tokens_BS, labels_BS) of this rank's microbatches.
-        facts: JSON-ready, for the report.
+        facts: for the report; `step`, the number of the update, among them.
         local_loss: this rank's share of the loss.
         model: with the update's gradients, not clipped.
         mesh: the ranks.
@@ -142,9 +142,9 @@ def keep_batch(
     report = {**facts, "loss_by_data_rank": dict(sorted((rank, loss) for rank, loss, _ in found)),
               "parameters_with_nonfinite_gradients": names}  # fmt: skip
     try:
-        earlier = [path for path in folder.parent.glob("step-*") if path != folder]
-        if len(earlier) >= MOST_KEPT:
-            logger.warning("%s holds %d batches already: this one is not kept", folder.parent, len(earlier))
+        earlier, folder = folder.glob("step-*"), folder / f"step-{facts['step']:08d}"
+        if sum(path != folder for path in earlier) >= MOST_KEPT:
+            logger.warning("%s holds %d batches already: this one is not kept", folder.parent, MOST_KEPT)
             return
         folder.mkdir(parents=True, exist_ok=True)
         if mesh.is_first_with_data:
@@ -155,7 +155,7 @@ def keep_batch(
             (folder / "report.json").write_text(text + "\n", encoding="utf-8")
             logger.info("the batch is kept in %s", folder)
     except OSError as error:
-        logger.warning("the batch of step %s cannot be kept: %s", facts.get("step"), error)
+        logger.warning("the batch of step %s cannot be kept: %s", facts["step"], error)
 
 
 def _nonfinite_gradients(model: nn.Module) -> list[str]:

@@ -172,6 +172,13 @@ class RunFolder:
             _write_atomically(self.metrics_file, content)
         return len(moved)
 
+    def validated(self, step: int) -> bool:
+        """Whether metrics.jsonl has the row of a validation after `step`."""
+        if not self.metrics_file.exists():
+            return False
+        rows = map(_row, self.metrics_file.read_bytes().splitlines())
+        return any(row.get("step") == step and row.get("validation") for row in rows if row is not None)
+
     def _replace(self, file: Path, text: str) -> None:
         content = text.encode()
         if file.exists():
@@ -197,13 +204,18 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _row_step(line: bytes) -> int | None:
-    """Step of a row, 0 when it has none; None where the line is no JSON object."""
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of metrics.jsonl; None where the line is no JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict):
+    return row if isinstance(row, dict) else None
+
+
+def _row_step(line: bytes) -> int | None:
+    """Step of a row, 0 when it has none; None where the line is no JSON object."""
+    if (row := _row(line)) is None:
         return None
     step = row.get("step")
     return step if isinstance(step, int) else 0

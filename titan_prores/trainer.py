@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from titan_prores import mesh as mesh_module
 from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
 from titan_prores.data import TokenWindows, microbatches
 from titan_prores.failures import FailureBoard
+from titan_prores.garbage import ScheduledCollection
 from titan_prores.grad_norm import clip, total_norm
 from titan_prores.init import name_seed
 from titan_prores.log import logger, setup
@@ -116,6 +116,7 @@ class Trainer:
         self.saver.load(step, self.model, self.optimizer)
         for transform in self.transforms:
             transform.after_load()
+            transform.before_step(step - 1)  # alpha is that of the checkpoint's own update until the next one begins
         self.step, self.samples = step, meta["samples"]
         self.nonfinite.load_state(meta)
 
@@ -127,14 +128,9 @@ class Trainer:
         self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
         self.mesh.on_main(lambda: self.records.start(self.run, self.step, self.end, len(self.model.layers)))
         logger.info("%d tokens a step on %d ranks", self.batch_size * training.seq_len, self.mesh.size)
-        if self.step >= self.end:
-            logger.info("nothing left to train: step %d of %d is done", self.step, self.end)
-        validation = recipe.slots["validation"].config
-        if training.gc_freq:
-            gc.disable()
         first_step = self.step + 1
         with ExitStack() as stack:
-            stack.callback(gc.enable)
+            collection = stack.enter_context(ScheduledCollection(training.gc_freq))
             stack.callback(self.watchdog.close)
             self._open_loader()
             stack.callback(lambda: self.loader.close())
@@ -144,6 +140,10 @@ class Trainer:
             )
             self.clock = Throughput(self.mesh.device, self.mesh.size, self.model.flops_per_token())
             self.stop_request.can_wait = True
+            if self.step >= self.end:
+                logger.info("nothing left to train: step %d of %d is done", self.step, self.end)
+            if self.step and self._validation_is_due() and not self.mesh.on_main(lambda: self.run.validated(self.step)):
+                self.validate()  # a signal had cut it short
             while self.step < self.end and not self.stopped:
                 self._begin(f"step {self.step + 1}")
                 if self.samples in self.nonfinite.pass_over:
@@ -156,8 +156,7 @@ class Trainer:
                     if self.nonfinite.offending is not None:
                         self.rewind()
                         continue
-                    due = self.step == self.end or self.step % validation.freq == 0
-                    if validation.enabled and due and not self.stopped:
+                    if self._validation_is_due() and not self.stopped:
                         self._begin(f"validation after step {self.step}")
                         self.validate()
                     if self.saver.due(self.step, last=self.step == self.end or self.stopped is not None):
@@ -166,8 +165,7 @@ class Trainer:
                     if self.step == first_step:
                         self.mesh.set_timeout(recipe.comm.train_timeout_seconds)
                         self.watchdog.set_timeout(recipe.comm.train_timeout_seconds)
-                if training.gc_freq and self.step % training.gc_freq == 0:
-                    gc.collect()
+                collection.after_step(self.step)
             self._begin("waiting for the last checkpoint")
             self.saver.finish()
         return {
@@ -201,17 +199,15 @@ class Trainer:
         probed = self.records.measure(self.step + 1, self.model)
         grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm)
         local_loss = loss_sum.clone()
-        loss_sum = self.mesh.sum_over_data(loss_sum)
-        numbers = self.mesh.agree(torch.stack([loss_sum, grad_norm.to(loss_sum.device)]))
-        loss_value, norm_value = numbers.tolist()  # the one wait for the device
+        numbers = torch.stack([self.mesh.sum_over_data(loss_sum), grad_norm.to(loss_sum.device)])
+        loss_value, norm_value = self.mesh.agree(numbers).tolist()  # the one wait for the device
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         self.saver.before_update()
         if finite:
             self.optimizer.step()
         else:
-            folder = self.run.path / "nonfinite" / f"step-{self.step + 1:08d}"
             facts = {"step": self.step + 1, "loss": loss_value, "grad_norm": norm_value, "first_sample": sample}
-            keep_batch(folder, batches, facts, local_loss.item(), self.model, self.mesh)
+            keep_batch(self.run.path / "nonfinite", batches, facts, local_loss.item(), self.model, self.mesh)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.samples += self.batch_size
@@ -259,6 +255,11 @@ class Trainer:
             "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len, **speed,
         }  # fmt: skip
         self.records.write_step(row | ({"skipped": True} if skipped else {}), self.transforms, probed)
+
+    def _validation_is_due(self) -> bool:
+        """Whether there is to be a validation after the step that is done."""
+        config = self.recipe.slots["validation"].config
+        return config.enabled and (self.step == self.end or self.step % config.freq == 0)
 
     def validate(self) -> None:
         """Measure on held-out text and write a validation row."""

@@ -59,3 +59,43 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
     straight = [part.replace(str(run), str(tmp_path / "straight")) for part in own]
     fork(*straight, ranks=ranks)
     assert losses(run) == losses(tmp_path / "straight")
+    validations = [row for row in rows(run) if row.get("validation")]
+    assert [row["step"] for row in validations] == [6, 12], "what was cut short is made up for"
+    assert validations == [row for row in rows(tmp_path / "straight") if row.get("validation")]
+
+
+LAST_STEP = '''
+import os, signal
+from titan_prores.config import Section
+from titan_prores.protocols import Metric
+from titan_prores.registry import register
+
+
+@register("metrics", "late_signal")
+class LateSignal(Metric):
+    """Signals its own process in a step after which nothing but the validation is left."""
+
+    class Config(Section):
+        pass
+
+    def measure(self, step, model):
+        if step == 6 and "LATE_SIGNAL" in os.environ:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+'''
+
+
+def test_a_signal_in_the_last_step_costs_no_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parts.py").write_text(LAST_STEP)
+    own = [f"--import={tmp_path / 'parts.py'}", "--metrics.late_signal.enabled=true", "--training.stop_after=6"]
+    fork(*debug(tmp_path / "straight", *own))
+    monkeypatch.setenv("LATE_SIGNAL", "1")
+    run = tmp_path / "run"
+    process = start(*debug(run, *own))
+    assert finish(process).status == 75
+    assert not [row for row in rows(run) if row.get("validation")]
+    monkeypatch.delenv("LATE_SIGNAL")
+    for _ in range(2):  # once made up for, it is not done again
+        assert "nothing left to train: step 6" in fork(*debug(run, *own)).text
+        validations = [row for row in rows(run) if row.get("validation")]
+        assert validations == [row for row in rows(tmp_path / "straight") if row.get("validation")]

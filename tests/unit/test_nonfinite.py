@@ -63,9 +63,8 @@ def kept(folder: Path, step: int) -> Path:
     model(torch.tensor([1.0, torch.inf])).sum().backward()
     model.bias.grad = torch.ones(1)
     batches = [(torch.full((2, 3), k), torch.full((2, 3), k + 1)) for k in range(4)]
-    at = folder / f"step-{step:08d}"
-    keep_batch(at, batches, {"step": step}, float("nan"), model, MESH)
-    return at
+    keep_batch(folder, batches, {"step": step}, float("nan"), model, MESH)
+    return folder / f"step-{step:08d}"
 
 
 def test_a_batch_is_kept_with_its_report(tmp_path: Path) -> None:
