@@ -17,6 +17,7 @@ from titan_prores import config, registry
 from titan_prores.config import Section, slot_kind, type_name
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, resolve
+from titan_prores.stopping import end_with_torchrun
 
 if TYPE_CHECKING:
     from titan_prores.trainer import Trainer
@@ -126,6 +127,7 @@ def _world_size(key: str, text: str, errors: list[ConfigError]) -> int | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    end_with_torchrun()
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         if options.help is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 1.0
 # sysexits.h calls it a temporary failure: the same command goes on where this one stopped.
 EXIT_STATUS = 75
+
+
+def end_with_torchrun() -> None:
+    """From now on, end this process soon after its torchrun, whatever it does; without torchrun, do nothing.
+
+    A torchrun that was killed takes the job's store with it: ranks that look for each other would wait for their time
+    limit, and those that train could agree on nothing any more.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        with suppress(OSError):  # there may be nobody left to read it
+            os.write(2, b"torchrun has ended, and this rank with it\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="torchrun", daemon=True).start()
 
 
 class Stopped(BaseException):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.integration.launch import debug, finish, fork, losses, rows, start
+from tests.integration.launch import debug, finish, fork, losses, processes_of, rows, start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -99,3 +101,27 @@ def test_a_signal_in_the_last_step_costs_no_validation(tmp_path: Path, monkeypat
         assert "nothing left to train: step 6" in fork(*debug(run, *own)).text
         validations = [row for row in rows(run) if row.get("validation")]
         assert validations == [row for row in rows(tmp_path / "straight") if row.get("validation")]
+
+
+def test_ranks_whose_torchrun_is_killed_end(tmp_path: Path) -> None:
+    """One that waits for the other, and one that has not yet looked for it; not after init_timeout_seconds."""
+    waiting = tmp_path / "waiting.py"
+    waiting.write_text("import os, time\nif os.environ.get('RANK') == '1':\n    time.sleep(3600)\n")
+    run = tmp_path / "run"
+    process = start(*debug(run, f"--import={waiting}", "--comm.init_timeout_seconds=3000"), ranks=2)
+    time.sleep(5)
+    while not any("scripts/train.py" in " ".join(p.cmdline()) and p.num_threads() > 2 for p in ranks_of(process)):
+        assert process.poll() is None
+        time.sleep(0.2)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    process.kill()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    for rank in alive:
+        rank.kill()
+    assert len(gone) == 2
+    assert "torchrun has ended, and this rank with it" in process.communicate()[1]
+
+
+def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
+    return [p for p in processes_of(process) if "RANK" in p.environ() and p.pid != process.pid]
