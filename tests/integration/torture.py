@@ -606,8 +606,8 @@ class Chain:
     # What there is
 
     def checkpoints(self) -> list[Path]:
-        """Folders called step-<k>, ascending, damaged ones too."""
-        return sorted((self.run / "checkpoint").glob("step-*"))
+        """Folders called step-<k>, ascending, damaged ones too; not what only looks like one."""
+        return sorted((self.run / "checkpoint").glob(f"step-{'[0-9]' * 8}"))
 
     def whole(self) -> list[int]:
         return [int(path.name.removeprefix("step-")) for path in self.checkpoints() if is_whole(path)]
