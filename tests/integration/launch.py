@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import functools
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
-import torch
 
 from tests.distributed.spawn import turn, wait
 
@@ -30,8 +35,6 @@ REPOSITORY = Path(__file__).parents[2]
 MARK = "TITAN_PRORES_TEST_LAUNCH"
 TRAIN = REPOSITORY / "scripts" / "train.py"
 CORPUS = REPOSITORY / "tests" / "data" / "corpus.txt"
-# What a run of the debug recipe takes longest to import.
-PRELOADED = ["titan_prores.trainer", "components.checkpoint.dcp", "torch.distributed.checkpoint", "torch._dynamo"]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -128,18 +131,9 @@ def fork(
 
     The status is that of the first rank, by number, that has another than 0.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="fork-") as folder:
         streams = [Path(folder) / name for name in ("out", "err")]
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            of_all = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": unused.getsockname()[1]}
-        of_each = [of_all | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)] if ranks > 1 else [{}]
-        processes = [
-            context.Process(target=_train, args=(arguments, variables, cwd or REPOSITORY, streams))
-            for variables in of_each
-        ]
+        processes = forked(arguments, [streams] * ranks, cwd)
         try:
             with turn(ranks):
                 for process in processes:
@@ -158,8 +152,46 @@ def fork(
     return finished
 
 
+def forked(
+    arguments: Sequence[str], streams: Sequence[Sequence[Path]], cwd: Path | None = None
+) -> list[multiprocessing.process.BaseProcess]:
+    """Processes of a launch, one a rank, to be started; each leads a session of its own and ends with this process.
+
+    Args:
+        arguments: of scripts/train.py.
+        streams: rank -> the files that its output and its errors are added to.
+        cwd: where to run it; the repository where it is not given.
+    """
+    context, ranks = _forkserver(), len(streams)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        of_all = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": unused.getsockname()[1]}
+    of_each = [of_all | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)] if ranks > 1 else [{}]
+    return [
+        context.Process(target=_train, args=(list(arguments), variables, cwd or REPOSITORY, list(own)))
+        for variables, own in zip(of_each, streams, strict=True)
+    ]
+
+
+@functools.cache
+def _forkserver() -> Any:
+    """The parent of forked ranks, which imports once what they all need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integration.preloaded"])
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    with patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
 def _train(arguments: Sequence[str], variables: dict[str, Any], cwd: Path, streams: Sequence[Path]) -> None:
     """scripts/train.py in this process, which ends with its exit status."""
+    import torch
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # a fork server's child would start its own workers by another
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in LAUNCHER_VARIABLES:
@@ -168,7 +200,10 @@ def _train(arguments: Sequence[str], variables: dict[str, Any], cwd: Path, strea
     torch.set_num_threads(1)
     os.chdir(cwd)
     sys.argv = [str(TRAIN), *arguments]
-    runpy.run_path(str(TRAIN), run_name="__main__")
+    try:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which an interpreter that ends would run
 
 
 def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

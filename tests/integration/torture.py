@@ -23,15 +23,12 @@ import errno
 import functools
 import hashlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,11 +38,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 
-from tests.integration.launch import CORPUS, REPOSITORY, debug, processes_of, start
+from tests.integration.launch import CORPUS, debug, forked, processes_of, start
 from tests.integration.torture_inside import describe_launch, write_plugin
 from titan_prores.tables import markdown, show
 from titan_prores.watchdog import MARGIN_SECONDS
@@ -214,33 +210,14 @@ class Ended:
         return not self.trouble and all(status == 0 for status in self.statuses.values())
 
 
-@functools.cache
-def _forkserver() -> Any:
-    """The parent of forked ranks, which imports once what they all need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.integration.torture_preload"])
-    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    with patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
 class Forked:
     """Ranks forked from a parent that has imported everything, and the part of torchrun that ends them together."""
 
     def __init__(self, arguments: Sequence[str], ranks: int, folder: Path) -> None:
-        context = _forkserver()
         self.began, self.folder = time.monotonic(), folder
-        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        self.processes = []
-        for rank in range(ranks):
-            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            # Not a method: what is pickled for the parent must be importable there.
-            process = context.Process(
-                target=run_rank, args=(list(arguments), environment, str(folder / f"output-{rank}.txt"))
-            )
+        self.processes = forked(arguments, [[folder / f"output-{rank}.txt"] * 2 for rank in range(ranks)])
+        for process in self.processes:
             process.start()
-            self.processes.append(process)
 
     def alive(self) -> list[int]:
         """Ranks that are still running."""
@@ -300,32 +277,6 @@ def _session(process: psutil.Process) -> int | None:
         return os.getsid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, psutil.Error):
         return None
-
-
-def run_rank(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """Be one rank of a launch, from its first line to its exit status. Runs in a fork."""
-    import atexit
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a harness that is killed
-    os.setsid()
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # a fork server's child would start its own workers by another
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    from titan_prores.cli import main
-
-    status = main(arguments)
-    atexit._run_exitfuncs()  # which an interpreter that ends would run
-    sys.exit(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Real:

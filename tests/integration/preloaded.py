@@ -7,7 +7,7 @@ from titan_prores import registry
 for name in (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torchdata.stateful_dataloader", "components.checkpoint._tensors", "titan_prores.cli", "titan_prores.trainer",
-    "tests.integration.torture",
+    "tests.integration.launch",
 ):  # fmt: skip
     importlib.import_module(name)
 for kind in registry.KINDS:
