@@ -1041,10 +1041,11 @@ def ask_to_stop(chain: Chain, fault: Fault, record: Record, each: Round, end: in
     # Before the handlers are there, a signal does what it always does; a rank that is left alone then fails.
     _ended(ended, record, lambda s: s in (0, 1, 75, 130, -number), "75 everywhere or an end before the first step")
     statuses = set(ended.statuses.values())
-    done = max(read_samples(folder), default=0)
+    newest = max(chain.whole(), default=0)
+    done = max(read_samples(folder), default=newest)
     if 75 in statuses:
         state = json.loads((chain.run / "status.json").read_text())
-        if statuses != {75} or state["state"] != "stopped" or not state["step"] == done == chain.whole()[-1]:
+        if statuses != {75} or state["state"] != "stopped" or not state["step"] == done == newest:
             raise Lost(f"stopped by {number.name} with {ended.statuses}, step {done}, but {state}")
 
 
