@@ -115,7 +115,7 @@ class ProRes:
         if self.alpha.has_gradient or (self._measuring and any(self._elements)):
             raise GradientLeftError(
                 f"set_step({step}) before after_backward(), which a learned or adaptive schedule needs after the last "
-                f"backward pass of each update"
+                "backward pass of each update"
             )
         if self.trained is not None:
             with torch.no_grad():
@@ -148,7 +148,7 @@ class ProRes:
             self._measuring = False
             if not all(self._elements):
                 raise RuntimeError(
-                    "layers ran unseen, or not at all: an adaptive schedule measures their outputs by hooks, so compile "
+                    "layers ran unseen, or not at all: an adaptive schedule measures outputs by hooks, so compile "
                     "layer.forward and not the layer"
                 )
             seen = torch.stack([self._squares, torch.tensor(self._elements).to(self._squares)])
