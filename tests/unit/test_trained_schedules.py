@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,20 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import Replicate
 
 from tests.unit.test_prores import L, Model, inputs
+from titan_prores import config, registry
+from titan_prores import mesh as mesh_module
+from titan_prores.build import build_components, transform_model
+from titan_prores.check import report
+from titan_prores.errors import ConfigError
 from titan_prores.grad_norm import clip
 from titan_prores.prores import AdaptiveSchedule, GradientLeftError, LearnedSchedule, ProRes
+from titan_prores.recipe import Recipe, plan_mesh, resolve
 
 KEY = "prores_schedule.logits"
+DEBUG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
 def learned(model: nn.Module, **settings: Any) -> ProRes:
@@ -210,6 +219,58 @@ def test_clipping_leaves_those_apart_alone() -> None:
         if apart_is_finite:
             assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
         model.zero_grad()
+
+
+@pytest.fixture
+def two_by_two():
+    """The debug recipe with a trained alpha on a mesh of 2 x 2 ranks without the other three: components, model."""
+    recipe = debug_recipe("learned", "--transforms.prores.residual_schedule.lr=0.5", TP2)
+    degrees = plan_mesh(recipe.parallelism, 4)
+    components = build_components(recipe, degrees)
+    mesh = mesh_module.start_fake(degrees)
+    yield recipe, components, mesh
+    mesh_module.stop()
+
+
+TP2 = "--parallelism.tensor_parallel_degree=2"
+
+
+def debug_recipe(name: str, *overrides: str) -> Recipe:
+    own = [f"--transforms.prores.residual_schedule.name={name}", *overrides]
+    return resolve(config.load(DEBUG, own, registry.builtin_folder() / "defaults.toml"), 4)
+
+
+def test_logits_have_a_group_of_their_own_and_are_whole_on_every_rank(two_by_two) -> None:
+    recipe, components, mesh = two_by_two
+    transform_model(recipe, components, mesh)
+    model = components.model
+    optimizer, added = components.build_optimizer(model)
+    logits = logits_of(model)
+    assert len(added) == 1 and added[0] is logits
+    assert logits.placements == (Replicate(),) * 3 and logits.to_local().shape == (4,)
+    first, *others = optimizer.param_groups
+    assert first["params"] == [logits] and (first["lr"], first["peak_lr"], first["weight_decay"]) == (0.5, 0.5, 0.0)
+    assert all(group["lr"] == group["peak_lr"] == 3e-3 for group in others)
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(map(id, model.parameters()))
+
+
+def test_a_parameter_that_no_rule_draws_is_refused(two_by_two, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, components, mesh = two_by_two
+    monkeypatch.setattr(type(dict(components.transforms)["prores"]), "init_rules", lambda self: ())
+    with pytest.raises(ConfigError, match=r"changes the names of weights.*prores_schedule\.logits"):
+        transform_model(recipe, components, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("learned", "8 residual adds scaled, learned (4 logits from alpha = 0.1, 1/l; lr = 0.01)"),
+        ("adaptive", "8 residual adds scaled, adaptive (all layers at 1 after 2500 to 7000 steps"),
+    ],
+)
+def test_check_describes_them(name: str, said: str) -> None:
+    assert said in report(debug_recipe(name, TP2), 4)
 
 
 # --- adaptive ------------------------------------------------------------------------------------------------------
