@@ -48,6 +48,23 @@ class Components:
     transforms: list[tuple[str, Transform]]
     parameter_device: torch.device | None = None
 
+    def build_optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+        """The run's optimizer, each group with its `peak_lr`, and the parameters that transforms have added.
+
+        Groups of these come first: the last one is the optimizer's own, whose learning rate the rows show.
+        """
+        groups = [group for _, transform in self.transforms for group in transform.parameter_groups(model)]
+        added = [parameter for group in groups for parameter in group["params"]]
+        theirs = {id(parameter) for parameter in added}
+        own = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in theirs]
+        optimizer = self.optimizer.build(own)
+        for number, group in enumerate(groups):
+            optimizer.add_param_group(group)
+            optimizer.param_groups.insert(number, optimizer.param_groups.pop())
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+        return optimizer, added
+
 
 def build_components(
     recipe: Recipe, degrees: Mapping[str, int], missing: list[MissingError] | None = None
@@ -163,7 +180,8 @@ def materialize(recipe: Recipe, components: Components, device: torch.device) ->
     """
     model = components.model
     allocate(model, device, components.parameter_device)
-    init_weights(model, model.init_rules(), recipe.training.seed)
+    added = [rule for _, transform in components.transforms for rule in transform.init_rules()]
+    init_weights(model, [*added, *model.init_rules()], recipe.training.seed)
     model.fill_buffers()
     for _, transform in components.transforms:
         transform.on_materialize(model)

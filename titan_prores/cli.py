@@ -170,7 +170,7 @@ def train(recipe: Recipe) -> int:
     """Train, and see to it that a failure on any rank ends all of them with one readable summary."""
     from titan_prores.log import setup
     from titan_prores.mesh import World
-    from titan_prores.stopping import EXIT_STATUS, StopRequest
+    from titan_prores.stopping import EXIT_STATUS, Stopped, StopRequest
     from titan_prores.trainer import Trainer
 
     world = World.from_environment()
@@ -180,7 +180,11 @@ def train(recipe: Recipe) -> int:
         trainer.build()
         end = trainer.train()
         trainer.close()
-    except BaseException as error:
+    except BaseException as failure:
+        error = failure
+        # Where a signal came to one rank alone before the first step, the others lose it, and are stopped as well.
+        if trainer.failures is not None and (signal := trainer.failures.signal_behind(failure)):
+            error = Stopped(signal)
         status = _status_of(error, trainer, world.rank)
         with contextlib.suppress(OSError):  # the disk may be what failed
             if trainer.run is not None and status == 1:
@@ -218,6 +222,8 @@ def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
         first = trainer.failures.report(rank, trainer.stage, str(error)).rank if trainer.failures else 0
         return refuse(getattr(error, "errors", [error]), say=rank == first)
     if isinstance(error, Stopped):
+        if trainer.failures is not None:
+            trainer.failures.report(rank, trainer.stage, f"stopped by {error}", signal=str(error))
         if rank == 0:
             logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", error, trainer.stage)
         return EXIT_STATUS

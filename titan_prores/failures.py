@@ -59,11 +59,12 @@ def own_fault(key: str, error: Exception) -> ConfigError:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure, as it told the others."""
+    """A rank's failure, as it told the others; `signal` is the name of the one that ended it, where one did."""
 
     rank: int
     stage: str
     message: str
+    signal: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first, in {self.stage}: {self.message}"
@@ -88,9 +89,9 @@ class FailureBoard:
 
         self._store = PrefixStore("titan_prores.failures", own_connection(store))
 
-    def report(self, rank: int, stage: str, message: str) -> Failure:
+    def report(self, rank: int, stage: str, message: str, signal: str = "") -> Failure:
         """Say that this rank failed in `stage`; returns the failure that came first, be it this one or another's."""
-        mine = Failure(rank, stage, message)
+        mine = Failure(rank, stage, message, signal)
         try:
             return self._read(self._store.compare_set(self.KEY, "", json.dumps(asdict(mine))))
         except Exception:
@@ -110,9 +111,7 @@ class FailureBoard:
         be first, and then say that a peer has gone.
         """
         if _is_lost_peer(error):
-            deadline = time.monotonic() + PEER_GRACE_SECONDS
-            while self.first() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
+            self._wait_for_first()
         summary = summarise(error, rank)
         first = self.report(rank, stage, summary.splitlines()[0])
         if first.rank != rank:
@@ -120,6 +119,19 @@ class FailureBoard:
         if _is_lost_peer(error):
             summary = f"a rank that this one talks to is gone or late, and said nothing itself\n{summary}"
         return f"rank {rank} failed in {stage}: {summary}"
+
+    def signal_behind(self, error: BaseException) -> str:
+        """Name of the signal that ended the peer whose loss `error` is; empty where it is anything else."""
+        if not _is_lost_peer(error):
+            return ""
+        self._wait_for_first()
+        first = self.first()
+        return first.signal if first is not None else ""
+
+    def _wait_for_first(self) -> None:
+        deadline = time.monotonic() + PEER_GRACE_SECONDS
+        while self.first() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     @staticmethod
     def _read(content: bytes) -> Failure:

@@ -21,19 +21,28 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, apart: Iterable[torch.nn.Parameter] = ()
+) -> torch.Tensor:
     """Scale gradients in place so that their L2 norm is at most max_norm; 0 = leave them as they are. Collective.
 
     Gradients that are not finite are left as they are: scaled by their norm, one of them would make all of them so.
 
+    Args:
+        parameters: of the model.
+        max_norm: of their gradients together.
+        apart: those among them that are neither counted nor scaled.
+
     Returns:
-        The norm before that, over all ranks, fp32 scalar.
+        The norm before that, over all ranks, fp32 scalar; not finite either where a gradient of those apart is not.
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    apart = [parameter for parameter in apart if parameter.grad is not None]
+    left_out = {id(parameter) for parameter in apart}
+    parameters = [each for each in parameters if each.grad is not None and id(each) not in left_out]
     norm = total_norm(parameter.grad for parameter in parameters)
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=0.0))
-    return norm
+    return norm + 0.0 * total_norm(parameter.grad for parameter in apart).to(norm.device) if apart else norm
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

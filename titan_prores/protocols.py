@@ -177,7 +177,13 @@ class LRScheduler(Protocol):
 
 
 class ResidualSchedule(Protocol):
-    """alpha(l, t) of Progressive Residual Warmup, a pure function of the number of completed updates."""
+    """alpha(l, t) of Progressive Residual Warmup, a pure function of the number of completed updates.
+
+    One that does more derives from a class of `titan_prores.prores` as well, with `alpha` as its `__call__`:
+    `LearnedSchedule`, whose alpha is trained, and which has the peak learning rate of its logits as `lr`; or
+    `AdaptiveSchedule`, which watches the layers, and whose alpha depends on what it was told, its `state()`, too.
+    A method `describe() -> str` may say in one line what --check and the log show instead of the settings.
+    """
 
     def __init__(self, config: Section, *, n_layers: int) -> None: ...
 

@@ -27,7 +27,7 @@ from titan_prores.run_folder import RunFolder
 from titan_prores.saving import Saver
 from titan_prores.stopping import Agreement, StopRequest
 from titan_prores.throughput import Throughput
-from titan_prores.transform import computing
+from titan_prores.transform import computing, load_states, states
 from titan_prores.watchdog import Watchdog
 
 
@@ -97,9 +97,7 @@ class Trainer:
         for line in applied:
             logger.info(line)
         self.model = materialize(recipe, self.parts, self.mesh.device)
-        self.optimizer = self.parts.optimizer.build(self.model.named_parameters())
-        for group in self.optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
+        self.optimizer, self.added = self.parts.build_optimizer(self.model)
         if resume_step is not None:
             self._load(resume_step, meta)
         elif checkpointer is not None:
@@ -114,9 +112,7 @@ class Trainer:
         """Go on from a checkpoint."""
         self._begin("loading the checkpoint")
         self.saver.load(step, self.model, self.optimizer)
-        for transform in self.transforms:
-            transform.after_load()
-            transform.before_step(step - 1)  # alpha is that of the checkpoint's own update until the next one begins
+        load_states(self.parts.transforms, meta.get("transforms", {}), step)
         self.step, self.samples = step, meta["samples"]
         self.nonfinite.load_state(meta)
 
@@ -196,8 +192,10 @@ class Trainer:
                 loss.backward()
             loss_sum += loss.detach()
 
+        for transform in self.transforms:
+            transform.after_backward()
         probed = self.records.measure(self.step + 1, self.model)
-        grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm)
+        grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm, apart=self.added)
         local_loss = loss_sum.clone()
         numbers = torch.stack([self.mesh.sum_over_data(loss_sum), grad_norm.to(loss_sum.device)])
         loss_value, norm_value = self.mesh.agree(numbers).tolist()  # the one wait for the device
@@ -287,6 +285,7 @@ class Trainer:
         meta = {
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
             "data": self.data.fingerprint, "mesh": self.mesh.degrees, **self.nonfinite.state(self.samples),
+            "transforms": states(self.parts.transforms),
             "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
             "validation_loss": self.last_validation.get("validation_loss"), "recipe": self.recipe.to_dict(),
         }  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from titan_prores.failures import own_fault
 from titan_prores.recipe import AXES
 
 if TYPE_CHECKING:
+    from titan_prores.init import InitRule
     from titan_prores.mesh import Mesh
     from titan_prores.protocols import Loss
 
@@ -118,6 +120,20 @@ class Transform:
     def verify(self, model: nn.Module, facts: Facts) -> None:
         """Raise RuntimeError unless the change took effect. A transform that matched nothing is an error."""
 
+    def init_rules(self) -> Sequence[InitRule]:
+        """How the parameters are drawn that this transform, once applied, has added to the model.
+
+        They come before the model's own rules, which must not match any of them. No other transform may change names.
+        """
+        return ()
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Those parameters as groups of a torch optimizer, with an `lr` (the peak) and what else is theirs alone.
+
+        They join the run's optimizer as groups of their own. Clipping neither counts nor scales their gradients.
+        """
+        return []
+
     def wrap_loss(self, loss: Loss) -> Loss:
         """What the run shall call instead of `loss`, in training and validation; called once, in order of phase."""
         return loss
@@ -128,6 +144,13 @@ class Transform:
 
     def on_materialize(self, model: nn.Module) -> None:
         """The model's storage was allocated and its weights drawn; refill whatever lives outside of them."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to remember of this transform besides parameters, JSON-ready; the same on all ranks."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; an empty one where the checkpoint, or the run that wrote it, knows of none."""
 
     def after_load(self) -> None:
         """Weights were filled from a checkpoint: forget what was reckoned from others."""
@@ -141,6 +164,9 @@ class Transform:
 
     def before_microbatch(self, *, last: bool) -> None:
         """Before each forward pass of an update; `last` is the one whose backward must sum gradients over ranks."""
+
+    def after_backward(self) -> None:
+        """After the last backward pass of an update, before anybody looks at gradients."""
 
     def after_step(self, step: int) -> None:
         """After the optimizer; `step` counts the completed updates, this one included."""
@@ -197,6 +223,22 @@ def computing(transforms: Sequence[Transform]) -> Iterator[None]:
         yield
 
 
+def states(transforms: Sequence[tuple[str, Transform]]) -> dict[str, dict[str, Any]]:
+    """Name -> its `state`, of those that have one."""
+    return {name: state for name, transform in transforms if (state := transform.state())}
+
+
+def load_states(transforms: Sequence[tuple[str, Transform]], saved: Mapping[str, Mapping[str, Any]], step: int) -> None:
+    """Weights of `step` updates were loaded: give every transform what `states` had of it, and tell it.
+
+    Until the next update begins they stand as they did in the last one: alpha is what an evaluation after it had.
+    """
+    for name, transform in transforms:
+        transform.load_state(saved.get(name, {}))
+        transform.after_load()
+        transform.before_step(step - 1)
+
+
 def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], facts: Facts) -> list[str]:
     """Apply named transforms in the order of their phases and verify each.
 
@@ -217,8 +259,10 @@ def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], fac
             raise
         except Exception as error:
             raise own_fault(name, error) from error
-        if _names(model) != names:
-            changed = sorted(set(names) ^ set(_names(model)))[:3]
+        patterns = [rule.pattern for rule in transform.init_rules()]
+        found = [each for each in _names(model) if not any(fnmatchcase(each, pattern) for pattern in patterns)]
+        if found != names:
+            changed = sorted(set(names) ^ set(found))[:3]
             raise ConfigError(name, f"changes the names of weights, which are drawn and saved by them: {changed}")
         facts.applied.append(name)
         lines.append(f"{name}: {transform.describe()}")

@@ -66,6 +66,7 @@ class FullyShardedDataParallel(Parallelism):
         )
         reshard = self.config.reshard_after_forward
         columns = _split_by_columns(model, facts.mesh.degrees["dp_shard"])
+        placed = {parameter for parameter in model.parameters() if _is_placed(parameter)}
         on_cuda = facts.mesh.device.type == "cuda"
         if self.config.cpu_offload:
             facts.parameter_device = torch.device("cpu")
@@ -73,6 +74,7 @@ class FullyShardedDataParallel(Parallelism):
             "mesh": sharding, "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda) if self.config.cpu_offload else OffloadPolicy(),
             "shard_placement_fn": lambda parameter: Shard(1) if parameter in columns else None,
+            "ignored_params": placed,
         }  # fmt: skip
         for layer in model.layers:
             fully_shard(layer, **how, reshard_after_forward=reshard != "never")
@@ -85,6 +87,7 @@ class FullyShardedDataParallel(Parallelism):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.model, self.mesh = model, facts.mesh
+        self.placed = {name for name, parameter in model.named_parameters() if parameter in placed}
         self.param_dtype, self.reduce_dtype = facts.param_dtype, facts.reduce_dtype
         self.itemsizes: dict[str, int] = facts.notes.get("gathered_itemsize", {})
         facts.handled |= {*self.axes, "mixed_precision"}
@@ -124,6 +127,8 @@ class FullyShardedDataParallel(Parallelism):
         groups = {f"layers.{n}": 0 for n in range(len(model.layers))}
         group_of = {p: f"layers.{n}" for n, layer in enumerate(model.layers) for p in layer.parameters()}
         for name, parameter in model.named_parameters():
+            if name in self.placed:
+                continue
             group = group_of.get(parameter, "all outside of the layers")
             size = parameter.to_local().numel() * self.mesh.degrees["dp_shard"] * itemsize(name)
             groups[group] = groups.get(group, 0) + size
@@ -154,6 +159,13 @@ class FullyShardedDataParallel(Parallelism):
 
     def before_microbatch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last or self.config.accumulate_gradients == "sharded")
+
+
+def _is_placed(parameter: nn.Parameter) -> bool:
+    """Whether a transform before has placed it over the data axes itself, and so sees to its gradient too."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor) and "dp_shard" in parameter.device_mesh.mesh_dim_names
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -112,6 +112,8 @@ def train(
     return {
         "weights": weights, "gradients": CaptureGradients.captured,
         "losses": [row["loss"] for row in found if "loss" in row],
+        "alphas": [row["alpha"] for row in found if "alpha" in row],
+        "adaptive_changes": [row["adaptive_change"] for row in found if "adaptive_change" in row],
         "grad_norms": [row["grad_norm"] for row in found if "loss" in row],
         "layer_grad_norms": [row["layer_grad_norm"] for row in found if "layer_grad_norm" in row],
         "validation": [row["validation_loss"] for row in found if "validation_loss" in row],

@@ -237,6 +237,9 @@ class Forked:
             if failed_at is None and any(process.exitcode for process in self.processes):
                 failed_at = now
             late = failed_at is not None and now - failed_at > PEERS_END_SECONDS
+            if late and not (self.folder / "output-0.txt").stat().st_size:
+                self.signal(alive, signal.SIGKILL)  # they still look for a peer that never came: torchrun ends them
+                break
             if late or now - self.began > LAUNCH_SECONDS:
                 why = "a peer was gone" if late else "it was started"
                 seconds = PEERS_END_SECONDS if late else LAUNCH_SECONDS

@@ -1,8 +1,10 @@
 """What every registered component owes its kind: a new part is tested by existing."""
 
 import inspect
+import json
 import re
 import typing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,9 +47,14 @@ def part_of(kind: str, name: str, /, **settings):
     return resolve_part(kind, {"name": name, **settings}, (kind,), config.Tree(), errors), errors
 
 
-def schedule(name: str, n_layers: int = 6):
-    takes = "T" in registry.lookup("residual_schedule", name).Config.model_fields
-    part, errors = part_of("residual_schedule", name, **({"T": 3} if takes else {}))
+def schedule(name: str, n_layers: int, folder: Path):
+    """As short as it can be. A file that a schedule reads is one of straight lines from 0 to 1 in 12 steps."""
+    table = folder / f"{n_layers}.csv"
+    layers = range(1, n_layers + 1)
+    table.write_text(f"step,{','.join(f'alpha_{layer}' for layer in layers)}\n0{',0' * n_layers}\n12{',1' * n_layers}")
+    short = {"T": 3, "path": str(table), "warmup_steps": 3, "min_steps": 2, "max_steps": 5}
+    fields = registry.lookup("residual_schedule", name).Config.model_fields
+    part, errors = part_of("residual_schedule", name, **{key: short[key] for key in short.keys() & fields.keys()})
     assert errors == []
     return part.build(n_layers=n_layers)
 
@@ -140,21 +147,38 @@ def test_lr_scheduler(name, warmup_steps, total_steps):
 
 
 @pytest.mark.parametrize("name", names("residual_schedule"))
-def test_residual_schedule(name):
+def test_residual_schedule(name, tmp_path):
     for n_layers in (1, 6):
-        built = schedule(name, n_layers)
+        built = schedule(name, n_layers, tmp_path)
         alphas = np.stack([built.alpha(step) for step in range(40)])
         assert alphas.dtype == np.float64 and alphas.shape == (40, n_layers)
         assert (alphas >= 0).all() and (alphas <= 1).all()
         assert (np.diff(alphas, axis=0) >= 0).all(), "alpha never falls"
         for step in (39, 0, 7):
-            np.testing.assert_array_equal(schedule(name, n_layers).alpha(step), alphas[step])
+            np.testing.assert_array_equal(schedule(name, n_layers, tmp_path).alpha(step), alphas[step])
         built.alpha(3)[:] = 7.0  # what a caller does with its array is no concern of the next
         np.testing.assert_array_equal(built.alpha(3), alphas[3])
-        if "T" in registry.lookup("residual_schedule", name).Config.model_fields:
+        if {"T", "path", "warmup_steps"} & registry.lookup("residual_schedule", name).Config.model_fields.keys():
             assert (alphas[-1] == 1).all() and (alphas[0] < 1).any() | (n_layers == 1)
         else:
             assert (alphas == alphas[0]).all()
+        if hasattr(built, "describe"):
+            assert built.describe() and "\n" not in built.describe()
+        if callable(built):  # and more than a function of the step
+            np.testing.assert_array_equal(built(3), alphas[3])
+            if hasattr(built, "alpha_of"):
+                logits = torch.from_numpy(built.initial_logits()).requires_grad_()
+                alpha = built.alpha_of(logits)
+                np.testing.assert_allclose(alpha.detach(), alphas[0], rtol=1e-12)
+                (alpha.sum() + built.penalty(alpha)).backward()
+                assert logits.grad.isfinite().all() and built.lr > 0
+            if hasattr(built, "observe"):
+                for step in range(20):
+                    if built.measures(step):
+                        built.observe(step, np.linspace(1, 2, n_layers) + 1 / (step + 1))
+                other = schedule(name, n_layers, tmp_path)
+                other.load_state(json.loads(json.dumps(built.state())))
+                assert [other(step).tolist() for step in range(20, 40)] == [built(s).tolist() for s in range(20, 40)]
 
 
 @pytest.mark.parametrize("name", names("tokenizer"))

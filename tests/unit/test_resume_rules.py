@@ -21,6 +21,8 @@ SAME = {"model", "tokenizer", "dataset", "loss"}
 FREE_IN_SAME = {
     "model.flavor",  # a name for sizes, which are compared themselves
     "tokenizer.path", "dataset.files",  # where it lies; what it holds is compared, as the tokens that it gives
+    "transforms.prores.residual_schedule.path",  # as above: its content has a hash, which is compared
+    "transforms.prores.residual_schedule.lr",  # as any other learning rate
     "dataset.cache_folder", "dataset.num_workers", "dataset.shard_tokens", "dataset.verify",
 }  # fmt: skip
 SAME_IN_FREE = {

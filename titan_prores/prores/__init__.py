@@ -8,12 +8,21 @@ Every residual add `x + F(x)` becomes `x + alpha(l, t) * F(x)`, where alpha warm
         prores.set_step(step)
         ...
 
+A schedule that is trained (`LearnedSchedule`) or watches the model (`AdaptiveSchedule`) also needs
+`prores.after_backward()` between the last backward pass of an update and the optimizer.
+
 Nothing here knows recipes, tensor parallelism, FSDP or float8.
 """
 
+from titan_prores.prores.adaptive import AdaptiveSchedule
 from titan_prores.prores.alpha import AlphaVector
+from titan_prores.prores.learned import LearnedSchedule
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
-from titan_prores.prores.rewrite import AlphaMovedError, ProRes
+from titan_prores.prores.rewrite import AlphaMovedError, GradientLeftError, ProRes
 from titan_prores.prores.schedules import SCHEDULES, Schedule
+from titan_prores.prores.table import TableSchedule
 
-__all__ = ["SCHEDULES", "AlphaMovedError", "AlphaVector", "ProRes", "ResidualAdd", "ScaledResidualAdd", "Schedule"]
+__all__ = [
+    "SCHEDULES", "AdaptiveSchedule", "AlphaMovedError", "AlphaVector", "GradientLeftError", "LearnedSchedule", "ProRes",
+    "ResidualAdd", "ScaledResidualAdd", "Schedule", "TableSchedule",
+]  # fmt: skip

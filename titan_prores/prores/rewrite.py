@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,16 +14,22 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from titan_prores.prores.alpha import AlphaVector
+from titan_prores.prores.learned import AlphaLogits
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ALPHA_NAME = "prores_alpha"
+SCHEDULE_NAME = "prores_schedule"
 
 
 class AlphaMovedError(RuntimeError):
     """alpha was about to change between a forward pass and its backward pass."""
+
+
+class GradientLeftError(RuntimeError):
+    """What an update's passes have left for `ProRes.after_backward` was not taken."""
 
 
 class _Graph:
@@ -37,9 +44,12 @@ class ProRes:
 
     Args:
         model: changed in place. Rewrite it before it is compiled, sharded or wrapped.
-        schedule: step -> alpha of every layer, shape [L], such as `Schedule("linear", L, T=1000)`.
+        schedule: step -> alpha of every layer, shape [L], such as `Schedule("linear", L, T=1000)`. One with `alpha_of`
+            is trained, as `LearnedSchedule` is: the model gets a parameter `prores_schedule.logits`. One with `observe`
+            watches the layers, as `AdaptiveSchedule` does. Both need `after_backward`.
         layers: the blocks, shallowest first; `model.layers` when not given. All adds of one block share its alpha.
-        mesh: device mesh of the run, for alpha as a replicated DTensor.
+        mesh: device mesh of the run, for alpha as a replicated DTensor, and to sum over what each rank has seen of a
+            trained schedule's gradient or of what one observes.
 
     A deep copy of the model, such as an average of weights, keeps the alpha of its moment until
     `copy.prores_alpha.set` moves it.
@@ -67,12 +77,19 @@ class ProRes:
         adds = _replace_adds(model, layers)
         self.n_adds = sum(map(len, adds))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.alpha = AlphaVector(adds, device, mesh)
+        self.trained = AlphaLogits(schedule, device, mesh) if hasattr(schedule, "alpha_of") else None
+        self.alpha = AlphaVector(adds, device, mesh, trained=self.trained is not None)
         model.add_module(ALPHA_NAME, self.alpha)
+        if self.trained is not None:
+            model.add_module(SCHEDULE_NAME, self.trained)
         self._unfinished: weakref.WeakSet[_Graph] = weakref.WeakSet()
         # On the layers too: a model's output may be an object that no tensor is found in, or nobody may call the model.
         for module in (model, *layers):
             module.register_forward_hook(self._after_forward)
+        self._measuring = False  # whether the update that `set_step` began is one to be observed
+        if hasattr(schedule, "observe"):
+            for number, layer in enumerate(layers):
+                layer.register_forward_hook(partial(self._measure, number))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_unfinished": None}  # graphs cannot be pickled
@@ -87,6 +104,7 @@ class ProRes:
             AlphaMovedError: a forward pass still waits for its backward pass. Its gradient would mix two alphas:
                 silently wrong wherever activations are recomputed. Only a model compiled as a whole escapes this check;
                 autograd's own then sees the change unless activations are recomputed.
+            GradientLeftError: `after_backward` was not called.
             ValueError: the schedule gave a value that is not finite.
         """
         if len(self._unfinished):
@@ -94,11 +112,58 @@ class ProRes:
                 f"set_step({step}) between a forward pass and its backward pass: set alpha once per optimizer update, "
                 "before its first forward pass (run evaluation under torch.no_grad)"
             )
-        values = np.asarray(self.schedule(step))
-        if not np.isfinite(values).all():
-            raise ValueError(f"the schedule gives alpha = {values.tolist()} at step {step}")
-        self.alpha.set(values)
+        if self.alpha.has_gradient or (self._measuring and any(self._elements)):
+            raise GradientLeftError(
+                f"set_step({step}) before after_backward(), which a learned or adaptive schedule needs after the last "
+                "backward pass of each update"
+            )
+        if self.trained is not None:
+            with torch.no_grad():
+                self.alpha.set(self.schedule.alpha_of(self.trained.local))
+        else:
+            values = np.asarray(self.schedule(step))
+            if not np.isfinite(values).all():
+                raise ValueError(f"the schedule gives alpha = {values.tolist()} at step {step}")
+            self.alpha.set(values)
         self.step = step
+        self._measuring = hasattr(self.schedule, "observe") and self.schedule.measures(step)
+        if self._measuring:
+            n_layers = len(self.alpha.adds)
+            self._squares = torch.zeros(n_layers, dtype=torch.float64, device=self.alpha.tensor.device)
+            self._elements = [0] * n_layers
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Hand a trained schedule its gradient, or one that observes what it has seen; nothing for any other.
+
+        Call it after the last backward pass of every update, before the optimizer. The loss must be scaled so that
+        gradients are summed over ranks. Collective over the mesh, where there is one.
+
+        Raises:
+            RuntimeError: there is nothing to observe, as no layer was seen to run: it was compiled with its hooks.
+        """
+        if self.trained is not None:
+            self.trained.set_gradient(self.alpha.take_gradient().to(self.trained.local.device))
+        if self._measuring:
+            self._measuring = False
+            if not all(self._elements):
+                raise RuntimeError(
+                    "layers ran unseen, or not at all: an adaptive schedule measures outputs by hooks, so compile "
+                    "layer.forward and not the layer"
+                )
+            seen = torch.stack([self._squares, torch.tensor(self._elements).to(self._squares)])
+            squares, elements = self.alpha.sum_over_mesh(seen).cpu().numpy()
+            self.schedule.observe(self.step, np.sqrt(squares / elements))
+
+    def _measure(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+        """Add what a layer has put out in a training pass to what is known of its mean square."""
+        if torch.compiler.is_compiling() or not self._measuring or not torch.is_grad_enabled():
+            return
+        tensor = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor)).detach()
+        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        self._squares[number] += torch.linalg.vector_norm(part, dtype=dtype).double() ** 2
+        self._elements[number] += part.numel()
 
     @property
     def values(self) -> np.ndarray:

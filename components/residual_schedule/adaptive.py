@@ -1,0 +1,48 @@
+"""A residual schedule that waits for the layers to settle."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import model_validator
+
+from titan_prores.config import Section, setting
+from titan_prores.prores.adaptive import AdaptiveSchedule
+from titan_prores.registry import register
+
+
+@register("residual_schedule", "adaptive")
+class Adaptive(AdaptiveSchedule):
+    """One layer after another, the next once the output norm of the one before has settled (bounded both ways)."""
+
+    class Config(Section):
+        warmup_steps: int = setting(1000, "a layer's own warmup, once it has begun", unit="optimizer steps", gt=0)
+        min_steps: int = setting(
+            500, "from the beginning of one layer's warmup to the next one's, at least", unit="optimizer steps", gt=0
+        )
+        max_steps: int = setting(2000, "the same, at most: then it begins anyway", unit="optimizer steps", gt=0)
+        tolerance: float = setting(
+            0.01, "a layer has settled when the running mean of its output's root mean square changes by no more than "
+            "this share from one measurement to the next", ge=0,
+        )  # fmt: skip
+        every_steps: int = setting(
+            10, "one measurement every so many steps: it reads each layer's output once and waits for the device",
+            unit="optimizer steps", gt=0,
+        )  # fmt: skip
+        smoothing: float = setting(0.8, "share of the running mean that a measurement leaves as it was", ge=0, lt=1)
+        floor: float = setting(0.0, "alpha of a layer that has not begun", ge=0, lt=1)
+
+        @model_validator(mode="after")
+        def _bounds_in_order(self) -> Adaptive.Config:
+            if self.max_steps < self.min_steps:
+                raise ValueError(f"max_steps {self.max_steps} is less than min_steps {self.min_steps}")
+            return self
+
+    def __init__(self, config: Config, *, n_layers: int) -> None:
+        super().__init__(n_layers, **config.model_dump())
+
+    def alpha(self, step: int) -> np.ndarray:
+        return self(step)
+
+    def describe(self) -> str:
+        least, most = ((self.n_layers - 1) * steps + self.warmup_steps for steps in (self.min_steps, self.max_steps))
+        return f"all layers at 1 after {least} to {most} steps, by what is measured every {self.every_steps}"

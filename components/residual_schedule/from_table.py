@@ -1,0 +1,55 @@
+"""A residual schedule that the user has written down as a CSV file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from titan_prores.config import Section, setting
+from titan_prores.errors import ConfigError
+from titan_prores.prores import table
+from titan_prores.registry import register
+
+
+@register("residual_schedule", "from_table")
+class FromTable:
+    """alpha from a CSV file of breakpoints, straight lines between them, constant outside."""
+
+    class Config(Section):
+        path: str = setting(
+            help="CSV file with the header step,alpha_1,...,alpha_L and a line for each breakpoint, steps ascending, "
+            "alphas from 0 to 1; taken literally",
+            on_resume="free", min_length=1,  # what it holds must stay, wherever it lies
+        )  # fmt: skip
+        sha256: str = setting("", "of the file's content; found by itself, and refused where it is given and differs")
+
+        @classmethod
+        def presets(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+            path = given.get("path")
+            try:
+                return {"sha256": table.digest(table.read(path))} if isinstance(path, str) else {}, f"content of {path}"
+            except ValueError:  # said when the schedule is built, with everything else that is wrong then
+                return {}, ""
+
+    def __init__(self, config: Config, *, n_layers: int) -> None:
+        try:
+            content = table.read(config.path)
+            self._table = table.TableSchedule.parse(content)
+        except ValueError as error:
+            raise ConfigError("path", str(error), value=config.path) from None
+        if (found := table.digest(content)) != config.sha256:
+            raise ConfigError("sha256", f"{config.path} has another: {found}", value=config.sha256)
+        if self._table.n_layers != n_layers:
+            raise ConfigError(
+                "path", f"its table is for {self._table.n_layers} layers, the model has {n_layers}", value=config.path
+            )
+        self._path = config.path
+
+    def alpha(self, step: int) -> np.ndarray:
+        return self._table(step)
+
+    def describe(self) -> str:
+        first, last = self._table.steps[[0, -1]].astype(int)
+        return f"{len(self._table.steps)} breakpoints of {self._path}, steps {first} to {last}"

@@ -1,0 +1,122 @@
+"""alpha that follows the model: the next layer's warmup begins once the one before it has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+class AdaptiveSchedule:
+    """One layer after another; how long each waits for the one before is measured.
+
+    Layer 1 begins at step 0, and alpha of a layer that has begun at step b is
+    `floor + (1 - floor) * min((t - b) / warmup_steps, 1)`; until then it is `floor`.
+
+    What is measured, in every `every_steps`-th update, is m_l, the root mean square of layer l's output over all tokens
+    of the global batch. e_l, a running mean of it, moves by e_l <- smoothing * e_l + (1 - smoothing) * m_l, and its
+    change is c_l = |e_l after / e_l before - 1|. The newest layer l that has begun counts as settled by a measurement
+    with c_l <= tolerance, from `min_steps` after b on; layer l + 1 then begins with the next update. Without that it
+    begins at b + `max_steps`. So all layers are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement
+    with a number that is not finite is passed over.
+
+    Given what it was told, alpha is a pure function of the step. What it was told is `state`.
+
+    Args:
+        n_layers: L.
+        warmup_steps: length of a layer's own warmup.
+        min_steps: from one layer's beginning to the next one's, at least.
+        max_steps: the same, at most.
+        tolerance: largest relative change of the running mean, from one measurement to the next, of a settled layer.
+        every_steps: steps from one measurement to the next.
+        smoothing: share of the running mean that a measurement leaves as it was.
+        floor: alpha of a layer that has not begun.
+
+    Raises:
+        ValueError: one of these is out of its range.
+    """
+
+    def __init__(
+        self, n_layers: int, *, warmup_steps: int, min_steps: int, max_steps: int, tolerance: float = 0.01,
+        every_steps: int = 10, smoothing: float = 0.8, floor: float = 0.0,
+    ) -> None:  # fmt: skip
+        for name, value, lowest in (
+            ("n_layers", n_layers, 1), ("warmup_steps", warmup_steps, 1), ("min_steps", min_steps, 1),
+            ("max_steps", max_steps, min_steps), ("every_steps", every_steps, 1), ("tolerance", tolerance, 0),
+        ):  # fmt: skip
+            if not lowest <= value < float("inf"):
+                raise ValueError(f"{name} = {value}: must be at least {lowest}")
+        for name, value in (("smoothing", smoothing), ("floor", floor)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 0 and less than 1")
+        self.n_layers, self.warmup_steps = n_layers, warmup_steps
+        self.min_steps, self.max_steps, self.tolerance = min_steps, max_steps, tolerance
+        self.every_steps, self.smoothing, self.floor = every_steps, smoothing, floor
+        self.load_state({})
+
+    def begins(self, step: int) -> list[int]:
+        """Steps at which the layers that have begun by `step` did so, shallowest first."""
+        begun = [first for first in self._begun if first <= step]
+        while len(begun) < self.n_layers and begun[-1] + self.max_steps <= step:
+            begun.append(begun[-1] + self.max_steps)
+        return begun
+
+    def __call__(self, step: int) -> np.ndarray:
+        """alpha after `step` completed updates, shape [n_layers], float64."""
+        if step < 0:
+            raise ValueError(f"step = {step}: the first forward pass has step 0")
+        progress = np.zeros(self.n_layers)
+        begun = np.array(self.begins(step), dtype=np.float64)
+        progress[: len(begun)] = np.minimum((step - begun) / self.warmup_steps, 1.0)
+        return self.floor + (1.0 - self.floor) * progress
+
+    def measures(self, step: int) -> bool:
+        """Whether the update after `step` completed ones is to be observed; never again once every layer has begun."""
+        return step % self.every_steps == 0 and len(self.begins(step)) < self.n_layers
+
+    def observe(self, step: int, rms: np.ndarray) -> None:
+        """Take what was measured in the update after `step` completed ones.
+
+        Args:
+            step: one that `measures` asks for.
+            rms: of each layer's output, shape [n_layers], the same on all ranks.
+        """
+        if not np.isfinite(rms).all() or not (rms > 0).all():
+            return
+        before = self._mean
+        self._mean = rms.astype(np.float64) if before is None else (
+            self.smoothing * before + (1.0 - self.smoothing) * rms
+        )  # fmt: skip
+        if before is None:
+            return
+        self._begun = self.begins(step)
+        newest = len(self._begun) - 1
+        self.change = float(abs(self._mean[newest] / before[newest] - 1.0))
+        waited = step + 1 - self._begun[newest]
+        if newest + 1 < self.n_layers and waited >= self.min_steps and self.change <= self.tolerance:
+            self._begun.append(step + 1)
+
+    def state(self) -> dict[str, Any]:
+        """All that alpha depends on besides the step, JSON-ready; floats come back from JSON as they were."""
+        mean = None if self._mean is None else self._mean.tolist()
+        return {"begun": list(self._begun), "mean": mean, "change": self.change}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave; an empty one is that of the beginning.
+
+        Raises:
+            ValueError: it is that of a schedule for another number of layers.
+        """
+        mean = state.get("mean")
+        begun = list(state.get("begun", [0]))
+        if len(begun) > self.n_layers or (mean is not None and len(mean) != self.n_layers):
+            raise ValueError(f"the state of an adaptive schedule is not one of {self.n_layers} layers")
+        self._begun: list[int] = begun
+        self._mean = None if mean is None else np.array(mean, dtype=np.float64)
+        self.change: float | None = state.get("change")
+
+    def row(self, step: int) -> dict[str, Any]:
+        """What to show of it: layers that have begun, and the change last measured of the newest of them then."""
+        shown: dict[str, Any] = {"adaptive_layers": len(self.begins(step))}
+        return shown if self.change is None else {**shown, "adaptive_change": self.change}
