@@ -93,6 +93,20 @@ class Mesh:
             dist.all_reduce(tensor, group=self._data_group)
         return tensor
 
+    def sum_over(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks along one axis, in place. Collective."""
+        if self.degrees[axis] > 1:
+            dist.all_reduce(tensor, group=self.device_mesh.get_group(axis))
+        return tensor
+
+    def concatenate_over(self, axis: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tensors of the ranks along one axis, all of one shape, joined in `dim`. Collective."""
+        if self.degrees[axis] == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.degrees[axis])]
+        dist.all_gather(parts, tensor.contiguous(), group=self.device_mesh.get_group(axis))
+        return torch.cat(parts, dim)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Collective."""
         if self.size == 1:

@@ -86,6 +86,11 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file of some component's, whole or not at all, in place of the one of that name."""
+        if self.is_main:
+            _write_atomically(self.path / name, content)
+
     def note_checkpoint(self, path: Path) -> None:
         """Remember the newest checkpoint, whoever wrote it."""
         if self.is_main:
