@@ -17,7 +17,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,18 @@ class RunFolder:
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError("job.dump_folder", problem, value=str(self.path))
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a metrics.jsonl, in their order; lines that are none are passed over, and so is a file that is not there.
+
+    Numbers that are not finite are the strings that `float` takes.
+    """
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                if _row_step(line) is not None:
+                    yield json.loads(line)
 
 
 def plain(value: Any) -> Any:

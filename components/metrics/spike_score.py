@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titan_prores.config import Section, setting
 from titan_prores.protocols import Metric
 from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+from titan_prores.run_folder import RunFolder, read_rows
 from titan_prores.spikes import SpikeScore
 
 if TYPE_CHECKING:
@@ -50,11 +49,8 @@ class SpikeScores(Metric):
         }  # fmt: skip
 
     def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
-        if not info["start_step"] or not run.metrics_file.exists():
-            return
-        with run.metrics_file.open(encoding="utf-8") as lines:
-            for line in lines:
-                self._take(json.loads(line))
+        for row in read_rows(run.metrics_file) if info["start_step"] else ():
+            self._take(row)
 
     def derive(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if self.scores is None:
