@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_prores import config, registry, spikes
-from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.plots import figures
 from titan_prores.plots.runs import Run, difference, load_runs
-from titan_prores.prores.schedules import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
 
     alphas = command(alpha)
     alphas.add_argument("runs", nargs="*", metavar="RUN", help=f"{RUNS}: the alpha that it logged")
-    alphas.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="may be repeated (all)")
+    alphas.add_argument(
+        "--schedule", action="append", metavar="NAME", help="of the paper's, such as linear; may be repeated (all)"
+    )
     alphas.add_argument("--layers", type=_positive, default=12, metavar="L", help="layers of the model (12)")
     length = alphas.add_mutually_exclusive_group()
     length.add_argument("--T", type=_positive, help="warmup length of the first layer, in optimizer steps (1000)")
@@ -130,17 +131,24 @@ def alpha(options: argparse.Namespace) -> Figure:
     elif options.config:
         panels = _recipe_alpha(options.config, options.overrides)
     else:
-        panels = _named_alpha(options.schedule or list(SCHEDULES), options.layers, options.T, options.total)
+        panels = _named_alpha(options.schedule, options.layers, options.T, options.total)
     return figures.layer_curves(panels, "alpha")
 
 
 def _named_alpha(
-    names: Sequence[str], n_layers: int, T: float | None, total: float | None
+    names: Sequence[str] | None, n_layers: int, T: float | None, total: float | None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Name -> steps and alpha; all over the steps that the longest of them warms up."""
+    from titan_prores.prores.schedules import SCHEDULES, Schedule
+
     T = 1000 if T is None and total is None else T
     built = {}
-    for name in names:
+    for name in names or SCHEDULES:
+        if name not in SCHEDULES:
+            raise ConfigError(
+                "--schedule", "is no schedule of the paper", value=name, allowed=list(SCHEDULES),
+                nearest=nearest(name, SCHEDULES),
+            )  # fmt: skip
         length = {} if SCHEDULES[name].stages is None else {"T": T, "total": total}
         built[name] = Schedule(name, n_layers, **length)
     longest = max([schedule.total_steps or 0 for schedule in built.values()]) or n_layers * (T or total)

@@ -166,7 +166,7 @@ def loss_gap(
         if validation is not None:
             axis.plot(*validation, "o-", color=COLOURS[1], markeredgecolor="white", label="held out")
         _steps(axis)
-        axis.set_ylabel(f"loss: {labels[1]} − {labels[0]}\n(nats per token)")
+        axis.set_ylabel(f"loss of {labels[1]} minus {labels[0]}\n(nats per token)")
         axis.legend()
     return figure
 
