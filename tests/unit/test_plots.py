@@ -178,19 +178,19 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["loss", "{tmp}/nowhere"], "there is no such run folder, found '{tmp}/nowhere'"),
+        (["loss", "{tmp}/nowhere"], "RUN = '{tmp}/nowhere': there is no such run folder"),
         (["loss", "{tmp}"], "is no run folder: there is no metrics.jsonl in it"),
         (["loss", "{base}", "--colour=1"], "--colour: is no option of this command"),
         (["activation", "{base}", "--key", "branch_ratio_ffn"], "has branch_ratio_ffn"),
-        (["activation", "{base}", "--key", "loss"], "--key: is no list for each layer"),
-        (["gap", "{base}", "X={tmp}/*e*"], "a gap is between two runs, not"),
+        (["activation", "{base}", "--key", "loss"], "--key = 'loss': is no list for each layer"),
+        (["gap", "{base}", "X={tmp}/ba[sr]e"], "a gap is between two runs, not"),
         (["alpha", "--schedule", "lineer"], "did you mean linear?"),
         (["alpha", "--config", "{tmp}/none.toml"], "none.toml"),
-        (["cosine", "{base}", "--checkpoints", "1", "2"], "error:"),
+        (["cosine", "{base}", "--checkpoints", "1", "2"], "--checkpoints = 1: there is none in"),
         (["depth", "{broken}"], "recipe.toml is no TOML"),
         (["depth", "{bare}"], "model.n_layers: is not in the recipe"),
         (["loss", "{empty}"], "metrics.jsonl has no rows"),
-        (["loss", "{base}", "--out", "{base}/metrics.jsonl"], "--out: cannot be written"),
+        (["loss", "{base}", "--out", "{base}/metrics.jsonl"], "--out = '{base}/metrics.jsonl': cannot be written"),
     ],
 )  # fmt: skip
 def test_wrong_command_is_one_line(
