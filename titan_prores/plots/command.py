@@ -215,7 +215,7 @@ def load_pair(arguments: Sequence[str]) -> tuple[Run, Run]:
         ConfigError: a pattern stands for several.
     """
     if len(runs := load_runs(arguments)) != 2:
-        raise ConfigError("", f"a gap is between two runs, not {len(runs)}", value=list(arguments))
+        raise ConfigError("RUN", f"a gap is between two runs, not {len(runs)}", value=list(arguments))
     return runs[0], runs[1]
 
 
@@ -278,7 +278,7 @@ def depth(options: argparse.Namespace) -> Figure:
     measures: dict[str, Callable[[Run], float]] = {
         "held-out perplexity": Run.perplexity,
         "spike score of loss (%)": lambda run: 100 * run.spike_score("loss", **settings),
-        "spike score of gradient norm (%)": lambda run: 100 * run.spike_score("grad_norm", **settings),
+        "spike score of\ngradient norm (%)": lambda run: 100 * run.spike_score("grad_norm", **settings),
     }
     runs = load_runs(options.runs)
     panels: dict[str, dict[str, dict[int, list[float]]]] = {unit: {} for unit in measures}
@@ -288,7 +288,7 @@ def depth(options: argparse.Namespace) -> Figure:
             panels[unit].setdefault(run.label, {}).setdefault(layers, []).append(measure(run))
     for unit in list(panels):
         if not figures.finite([value for each in panels[unit].values() for found in each.values() for value in found]):
-            print(f"no {unit.removesuffix(' (%)')}: no run is long enough for --window {options.window}",
+            print(f"no {' '.join(unit.split()[:-1])}: no run is long enough for --window {options.window}",
                   file=sys.stderr)  # fmt: skip
             del panels[unit]
     if not panels:

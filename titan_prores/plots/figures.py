@@ -166,7 +166,7 @@ def loss_gap(
         if validation is not None:
             axis.plot(*validation, "o-", color=COLOURS[1], markeredgecolor="white", label="held out")
         _steps(axis)
-        axis.set_ylabel(f"loss of {labels[1]} minus {labels[0]}\n(nats per token)")
+        axis.set_ylabel(f"loss difference (nats per token)\n{labels[1]} minus {labels[0]}")
         axis.legend()
     return figure
 
@@ -205,22 +205,30 @@ def by_depth(panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) 
         from matplotlib.ticker import MaxNLocator
 
         figure, axes = _panels(1, len(panels), wide=3.6, share=False)
+        figure.get_layout_engine().set(w_pad=0.1)
         colours = _colours(label for groups in panels.values() for label in groups)
+        ticks = sorted({depth for groups in panels.values() for each in groups.values() for depth in each})
+        # Side by side, so that bars of one depth do not hide each other.
+        aside = 0.08 * min((b - a for a, b in itertools.pairwise(ticks)), default=1)
+        shift = {label: aside * (n - (len(colours) - 1) / 2) for n, label in enumerate(colours)}
         for axis, (unit, groups) in zip(axes, panels.items(), strict=True):
             for label, depths in groups.items():
                 colour, marker = colours[label]
                 found = {depth: np.array(values)[np.isfinite(values)] for depth, values in sorted(depths.items())}
-                found = {depth: values for depth, values in found.items() if len(values)}
+                found = {depth + shift[label]: values for depth, values in found.items() if len(values)}
                 means = [values.mean() for values in found.values()]
                 spreads = [values.std(ddof=1) if len(values) > 1 else 0.0 for values in found.values()]
                 axis.errorbar(list(found), means, spreads, color=colour, marker=marker, capsize=3, label=label)
-                for depth, values in found.items():
-                    axis.plot([depth] * len(values), values, "_", color=colour, alpha=0.6, markersize=8)
+                for x, values in found.items():
+                    axis.plot([x] * len(values), values, "o", color=colour, markerfacecolor="white", markersize=4)
             axis.set_xlabel("layers")
-            axis.set_xticks(sorted({depth for groups in panels.values() for each in groups.values() for depth in each}))
+            axis.set_xticks(ticks)
             axis.set_ylabel(unit)
             axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
-        axes[0].legend(title="mean ± standard deviation of runs")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(colours),
+            title="mean and standard deviation of runs; a ring is a run",
+        )  # fmt: skip
     return figure
 
 

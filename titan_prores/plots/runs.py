@@ -84,7 +84,7 @@ def load_run(path: Path, label: str | None = None) -> Run:
     folder = RunFolder(path, is_main=False)
     for file in (folder.metrics_file, folder.recipe_file):
         if not file.is_file():
-            raise ConfigError("", f"is no run folder: there is no {file.name} in it", value=str(path))
+            raise ConfigError("RUN", f"is no run folder: there is no {file.name} in it", value=str(path))
     try:
         recipe = tomllib.loads(folder.recipe_file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -107,7 +107,7 @@ def load_runs(arguments: Sequence[str]) -> list[Run]:
             label, pattern = "", argument
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
         if not paths:
-            raise ConfigError("", "there is no such run folder", value=pattern)
+            raise ConfigError("RUN", "there is no such run folder", value=pattern)
         runs += [load_run(Path(path), label or None) for path in paths]
     return runs
 
