@@ -126,8 +126,8 @@ class Trainer:
         recipe, training = self.recipe, self.recipe.training
         self.end = min(training.steps, training.stop_after or training.steps)
         self._begin("opening the run's records")
-        self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
         self.records.start(self.run, self.step, self.end, self.probing)
+        self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
         logger.info("%d tokens a step on %d ranks", self.batch_size * training.seq_len, self.mesh.size)
         if self.step >= self.end:
             logger.info("nothing left to train: step %d of %d is done", self.step, self.end)
