@@ -504,6 +504,22 @@ def asynchronous(setup: Setup) -> list[Row]:
     return rows
 
 
+def probes(setup: Setup) -> list[Row]:
+    """What probes cost when each measures in every step."""
+    names = ("layer_grad_norm", "activation_norm", "branch_ratio", "residual_cosine", "spike_score")
+    variants = {name: [*COMPILED, f"--metrics.{name}.every_steps=1"] for name in names}
+    variants["residual_cosine"].append("--metrics.residual_cosine.reference_ratio=0")
+    variants["spike_score"].append("--metrics.spike_score.start_ratio=0")
+    found = setup.compare("probes", COMPILED, variants, setup.fewer())
+    rows = []
+    for name in names:
+        share = (found.ratios[name].median - 1) / 100
+        row = ratio_row(found, name, f"probe {name} / none, in every step: time")
+        row.note = f"with every_steps = 100: {100 * share:+.2f} % of training"
+        rows.append(row)
+    return rows
+
+
 PARTS: dict[str, Callable[[Setup], list[Row]]] = {
     "prores-eager": prores_eager,
     "prores-compiled": prores_compiled,
@@ -518,6 +534,7 @@ PARTS: dict[str, Callable[[Setup], list[Row]]] = {
     "async": asynchronous,
     "loader": loader,
     "launch": launch,
+    "probes": probes,
 }
 
 

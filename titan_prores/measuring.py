@@ -208,6 +208,7 @@ class Bench:
         first = trainer.mesh.data_rank * size
         batch = [windows[number % len(windows)] for number in range(first, first + size)]
         trainer.loader = itertools.repeat([torch.stack(part) for part in zip(*batch, strict=True)])
+        trainer.records.prepare(trainer.run, trainer.step, recipe.training.steps, trainer.probing)
         trainer.clock = Throughput(trainer.mesh.device, trainer.mesh.size, trainer.model.flops_per_token())
         self.tokens_per_step = trainer.batch_size * recipe.training.seq_len
         self._probe = _Probe()

@@ -93,13 +93,25 @@ class Mesh:
             dist.all_reduce(tensor, group=self._data_group)
         return tensor
 
+    def sum_over(self, axis: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the ranks along one axis, in place. Collective."""
+        if self.degrees[axis] > 1:
+            dist.all_reduce(tensor, group=self.device_mesh.get_group(axis))
+        return tensor
+
+    def concatenate_over(self, axis: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tensors of the ranks along one axis, all of one shape, joined in `dim`. Collective."""
+        if self.degrees[axis] == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.degrees[axis])]
+        dist.all_gather(parts, tensor.contiguous(), group=self.device_mesh.get_group(axis))
+        return torch.cat(parts, dim)
+
     def agree(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers that ranks with the same samples have in common; NaN on all of them where one's is not finite."""
-        group = self.device_mesh.get_group("tp")
-        if dist.get_world_size(group) == 1:
+        if self.degrees["tp"] == 1:
             return numbers
-        troubled = (~numbers.isfinite()).float()
-        dist.all_reduce(troubled, group=group)
+        troubled = self.sum_over("tp", (~numbers.isfinite()).float())
         return torch.where(numbers.isfinite() & (troubled > 0), torch.nan, numbers)
 
     def any(self, flag: bool) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from titan_prores.init import InitRule
     from titan_prores.mesh import Mesh
+    from titan_prores.probing import Probing
     from titan_prores.run_folder import RunFolder
 
 
@@ -250,24 +251,36 @@ class Validator(Protocol):
 class Metric:
     """Base of metrics components, whose hooks do nothing unless overridden. Config: any Section.
 
-    A sink overrides `write`, a probe `measure`. Sinks only work on rank 0; probes may be collective.
+    A sink overrides `write`, a probe `measure`, or `derive` where a row says all that it needs. Sinks only work on
+    rank 0; probes may be collective.
     """
 
     def __init__(self, config: Section) -> None:
         self.config = config
 
-    def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
-        """Rank 0, before the first step.
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], probing: Probing) -> None:
+        """All ranks, before `start`, and again where a run goes back to a checkpoint.
 
         `info`: total_steps (of the schedules), end_step (last of this run), start_step (completed ones), n_layers,
-        log_freq and recipe (the resolved one, nested tables).
+        log_freq and recipe (the resolved one, nested tables). `probing` runs the model on held-out text; `measure` may
+        use it.
+
+        Raises:
+            ConfigError: what the probe needs is not there.
         """
+
+    def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
+        """Rank 0, before the first step. `info`: as for `prepare`."""
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
         """All ranks, each step, between the backward passes and clipping; what it returns joins the row of `step`.
 
         Its keys must be its own.
         """
+        return {}
+
+    def derive(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Rank 0, each step, once the row is whole; what it returns joins the row. Its keys must be its own."""
         return {}
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from titan_prores.log import logger
+from titan_prores.mesh import Mesh
+from titan_prores.probing import Probing
 from titan_prores.protocols import Metric
 from titan_prores.recipe import Recipe
 from titan_prores.run_folder import RunFolder
@@ -22,29 +24,44 @@ class Records:
     Args:
         metrics: all of them; probes measure on every rank, sinks write on rank 0.
         recipe: of the run.
-        is_main: whether this is rank 0.
+        mesh: of the run.
     """
 
-    def __init__(self, metrics: Sequence[Metric], recipe: Recipe, *, is_main: bool) -> None:
-        self.metrics, self.recipe, self.is_main = metrics, recipe, is_main
+    def __init__(self, metrics: Sequence[Metric], recipe: Recipe, mesh: Mesh) -> None:
+        self.metrics, self.recipe, self.mesh, self.is_main = metrics, recipe, mesh, mesh.is_main
 
-    def start(self, run: RunFolder, start_step: int, end_step: int, n_layers: int) -> None:
-        """Rank 0: start the components; rows past `start_step`, which will be trained again, are moved aside.
+    def start(self, run: RunFolder, start_step: int, end_step: int, probing: Probing) -> None:
+        """All ranks: start the components; rows past `start_step`, which will be trained again, are moved aside.
 
         Args:
             run: the run's folder.
             start_step: completed updates.
             end_step: the last one of this run.
-            n_layers: of the model.
+            probing: what probes run the model by.
+
+        Raises:
+            ConfigError: a probe cannot have what it needs.
         """
-        if moved := run.set_aside_metrics(start_step):
-            logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, start_step)
+        info = self.prepare(run, start_step, end_step, probing)
+
+        def begin() -> None:
+            if moved := run.set_aside_metrics(start_step):
+                logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, start_step)
+            for metric in self.metrics:
+                metric.start(run, info)
+
+        self.mesh.on_main(begin)
+
+    def prepare(self, run: RunFolder, start_step: int, end_step: int, probing: Probing) -> dict[str, Any]:
+        """All ranks: make the probes ready, without starting a sink. Arguments as of `start`; returns `info`."""
         info = {
             "total_steps": self.recipe.training.steps, "end_step": end_step, "start_step": start_step,
-            "n_layers": n_layers, "log_freq": self.recipe.metrics.log_freq, "recipe": self.recipe.to_dict(),
+            "n_layers": len(probing.model.layers), "log_freq": self.recipe.metrics.log_freq,
+            "recipe": self.recipe.to_dict(),
         }  # fmt: skip
         for metric in self.metrics:
-            metric.start(run, info)
+            metric.prepare(run, info, probing)
+        return info
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
         """All ranks: what the probes find, between the backward passes of update `step` and clipping."""
@@ -67,6 +84,8 @@ class Records:
             detailed = step % self.recipe.metrics.log_freq == 0
             add(row, transform.row(step, detailed=detailed), type(transform).__name__)
         add(row, probed, "a probe")
+        for metric in self.metrics:
+            add(row, metric.derive(row), type(metric).__name__)
         self.write(row)
 
     def sync(self) -> None:

@@ -55,7 +55,9 @@ KINDS: dict[str, Kind] = {
         "transform that spreads the model over axes of the device mesh", "free", ("apply", "check", "row", "axes")
     ),
     "checkpoint": Kind("saves and loads the state of a run", "free", ("choose", "read_meta", "save", "load")),
-    "metrics": Kind("measures a run, or shows its rows", "free", ("start", "measure", "write", "close")),
+    "metrics": Kind(
+        "measures a run, or shows its rows", "free", ("prepare", "start", "measure", "derive", "write", "close")
+    ),
     "validator": Kind("measures the model on held-out text", "free", ("validate",)),
 }
 

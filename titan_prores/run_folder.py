@@ -17,7 +17,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,11 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file of some component's, whole or not at all, in place of the one of that name."""
+        if self.is_main:
+            _write_atomically(self.path / name, content)
 
     def note_checkpoint(self, path: Path) -> None:
         """Remember the newest checkpoint, whoever wrote it."""
@@ -189,6 +194,18 @@ class RunFolder:
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError("job.dump_folder", problem, value=str(self.path))
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a metrics.jsonl, in their order; lines that are none are passed over, and so is a file that is not there.
+
+    Numbers that are not finite are the strings that `float` takes.
+    """
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                if _row_step(line) is not None:
+                    yield json.loads(line)
 
 
 def plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from titan_prores.init import name_seed
 from titan_prores.log import logger, setup
 from titan_prores.mesh import World
 from titan_prores.nonfinite import NonFinitePolicy, keep_batch
+from titan_prores.probing import Probing
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
 from titan_prores.records import Records, perplexity
@@ -71,7 +72,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
-        self.records = Records(self.parts.metrics, recipe, is_main=self.mesh.is_main)
+        self.records = Records(self.parts.metrics, recipe, self.mesh)
         self.failures = FailureBoard(self.mesh.store)
         self.agreement = Agreement(self.mesh.store, world.rank, world.size)
         self.watchdog = Watchdog(
@@ -98,6 +99,7 @@ class Trainer:
             logger.info(line)
         self.model = materialize(recipe, self.parts, self.mesh.device)
         self.optimizer, self.added = self.parts.build_optimizer(self.model)
+        self.probing = Probing(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
         if resume_step is not None:
             self._load(resume_step, meta)
         elif checkpointer is not None:
@@ -121,8 +123,8 @@ class Trainer:
         recipe, training = self.recipe, self.recipe.training
         self.end = min(training.steps, training.stop_after or training.steps)
         self._begin("opening the run's records")
+        self.records.start(self.run, self.step, self.end, self.probing)
         self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
-        self.mesh.on_main(lambda: self.records.start(self.run, self.step, self.end, len(self.model.layers)))
         logger.info("%d tokens a step on %d ranks", self.batch_size * training.seq_len, self.mesh.size)
         first_step = self.step + 1
         with ExitStack() as stack:
@@ -234,7 +236,7 @@ class Trainer:
         self.loader.close()
         self._open_loader()
         self.records.close()
-        self.mesh.on_main(lambda: self.records.start(self.run, self.step, self.end, len(self.model.layers)))
+        self.records.start(self.run, self.step, self.end, self.probing)
         self.last_validation = {}
 
     def _open_loader(self) -> None:

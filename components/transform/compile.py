@@ -61,6 +61,7 @@ class Compile(Transform):
         if config.mode != "default":
             self.options["mode"] = config.mode
         self.updates = 0
+        self.updating = False
         self.vocabulary_is_split = False
         self.start = self.seen = _Seen()
 
@@ -101,10 +102,11 @@ class Compile(Transform):
     # --- What was compiled, and when ------------------------------------------------------------------------------
 
     def before_step(self, step: int) -> None:
-        self.seen = _Seen()
+        self.seen, self.updating = _Seen(), True
 
     def after_step(self, step: int) -> None:
         self.updates += 1
+        self.updating = False
         breaks = self.seen.new_breaks()
         if breaks:
             logger.warning("compile: graph break in step %d: %s", step, "; ".join(breaks))
@@ -117,8 +119,9 @@ class Compile(Transform):
         self.seen = _Seen()
 
     def after_evaluation(self) -> None:
-        # Without gradients a layer is another graph. More of them at a later evaluation is worth a line as well.
-        if self.seen.new_graphs():
+        # Without gradients a layer is another graph. More of them at a later evaluation is worth a line as well. What a
+        # probe runs in the middle of an update is not compiled, and what the update has compiled is not for it.
+        if not self.updating and self.seen.new_graphs():
             logger.info("compile: %d more graphs for validation", self.seen.new_graphs())
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:

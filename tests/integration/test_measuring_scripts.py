@@ -25,7 +25,18 @@ def run(script: str, *arguments: str, timeout: float) -> subprocess.CompletedPro
 
 
 def test_benchmark(tmp_path: Path) -> None:
-    parts = ("prores-compiled", "checkpoint-eager", "alpha", "graphs", "saved", "bare", "async", "loader", "launch")
+    parts = (
+        "prores-compiled",
+        "checkpoint-eager",
+        "alpha",
+        "graphs",
+        "saved",
+        "bare",
+        "async",
+        "loader",
+        "launch",
+        "probes",
+    )
     chosen = [word for part in parts for word in ("--only", part)]
     finished = run(
         "benchmark.py", "--size", "debug", "--pairs", "12", "--threads", "1", "--json", str(tmp_path / "out.json"),

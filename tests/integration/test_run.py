@@ -466,3 +466,11 @@ def test_a_validator_of_ones_own_measures_what_it_likes(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "validation   accuracy 0.2500" in finished.out
     assert rows(tmp_path / "run")[-1] == {"step": 2, "validation": True, "accuracy": 0.25}
+
+
+@pytest.mark.slow
+def test_a_probe_without_held_out_text_is_refused(tmp_path: Path) -> None:
+    overrides = ["--dataset.validation_fraction=0", "--metrics.branch_ratio.every_steps=5"]
+    finished = fork(*debug(tmp_path / "run"), *overrides, status=2)
+    assert "training.seq_len = 64: the validation split has 0 tokens" in finished.err
+    assert not (tmp_path / "run" / "status.json").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1048,7 +1048,12 @@ def ask_to_stop(chain: Chain, fault: Fault, record: Record, each: Round, end: in
     done = max(read_samples(folder), default=newest)
     if 75 in statuses:
         state = json.loads((chain.run / "status.json").read_text())
-        if statuses != {75} or state["state"] != "stopped" or not state["step"] == done == newest:
+        trained = bool(read_samples(folder))
+        if not trained and "starting at step" not in ended.text and "resuming at step" not in ended.text:
+            return  # this launch did not get as far as the run's folder
+        # A peer that was signalled before it had a step to finish may be gone with the store; then torchrun ends all.
+        well = statuses == {75} or (not trained and statuses == {75, 1})
+        if not well or state["state"] != "stopped" or not state["step"] == done == newest:
             raise Lost(f"stopped by {number.name} with {ended.statuses}, step {done}, but {state}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from titan_prores.registry import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torchao", "datasets", "tokenizers", "wandb", "pyarrow", "zstandard", "transformers", "lm_eval"}
+HEAVY = {"torchao", "datasets", "tokenizers", "wandb", "pyarrow", "zstandard", "transformers", "lm_eval", "matplotlib"}
 
 
 def imports(source: str, *, top_only: bool = False) -> set[str]:

@@ -1,0 +1,45 @@
+"""What the probes that run the model on held-out text have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from titan_prores.config import Section, setting
+from titan_prores.protocols import Metric
+from titan_prores.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titan_prores.probing import Probing
+
+
+class ProbeSection(Section):
+    """Base of their Configs."""
+
+    every_steps: int = setting(
+        100, "measure every so many steps, and at the end; each time costs a forward pass", unit="optimizer steps", gt=0
+    )
+    sequences: int = setting(4, "held-out windows of training.seq_len in the fixed batch; at most all there are", gt=0)
+
+
+class Probe(Metric):
+    """Measures when it is due, with the weights and the alpha that the update of the row used."""
+
+    end_step: int | None = None
+    probing: Probing
+    tokens_BS: torch.Tensor
+
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], probing: Probing) -> None:
+        self.end_step, self.probing = info["end_step"], probing
+        self.tokens_BS = probing.tokens(self.config.sequences)
+
+    def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
+        due = step % self.config.every_steps == 0 or step == self.end_step
+        return self.look(step) if due else {}
+
+    def look(self, step: int) -> dict[str, Any]:
+        """Keys of the row of update `step`. Collective."""
+        raise NotImplementedError

@@ -1,0 +1,67 @@
+"""scripts/plot.py as a user runs it, on a run of the debug recipe with every probe on."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch import REPOSITORY, debug, fork, rows
+from titan_prores.plots.cosines import checkpoint_cosines
+
+PLOT = REPOSITORY / "scripts" / "plot.py"
+
+
+def plot(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(PLOT), *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text("[training]\nsteps = 2\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n')
+    finished = plot("loss", f"mine={run}", "--out", str(tmp_path / "out"))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == [str(tmp_path / "out" / name) for name in ("loss.png", "loss.svg")]
+    wrong = plot("cosine", str(run))
+    assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+    assert "has residual_cosine" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fork(
+        *debug(run), "--training.steps=8", "--training.local_batch_size=2", "--checkpoint.interval=1",
+        "--parallelism.tensor_parallel_degree=2", "--metrics.activation_norm.every_steps=2",
+        "--metrics.residual_cosine.every_steps=1", "--metrics.residual_cosine.reference_ratio=0.3",
+        "--metrics.residual_cosine.sequences=4", "--metrics.branch_ratio.every_steps=2",
+        "--metrics.spike_score.window=2", "--metrics.spike_score.every_steps=4", ranks=2,
+    )  # fmt: skip
+    row = rows(run)[-2]
+    assert row["step"] == 8 and row["residual_cosine_step"] == 3
+    assert {"loss_spike_score", "grad_norm_spike_score", "branch_ratio_attention"} <= row.keys()
+    # Row k shows the weights that k - 1 updates have made.
+    logging.disable(logging.INFO)
+    found = checkpoint_cosines(run, 2, 7, sequences=4, device="cpu")
+    logging.disable(logging.NOTSET)
+    assert found == pytest.approx(row["residual_cosine"], abs=1e-5)
+    pytest.importorskip("matplotlib")
+    out = ["--out", str(tmp_path / "out")]
+    for command in (["loss"], ["gap", str(run)], ["activation"], ["cosine"], ["depth", "--window", "2"], ["alpha"],
+                    ["activation", "--key", "branch_ratio_ffn", "--name", "ratio"],
+                    ["cosine", "--checkpoints", "2", "8", "--name", "checkpoints"]):  # fmt: skip
+        finished = plot(command[0], str(run), *command[1:], *out)
+        assert finished.returncode == 0, finished.stderr
+    names = ("loss", "gap", "activation", "cosine", "depth", "alpha", "ratio", "checkpoints")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    missing = plot("cosine", str(run), "--checkpoints", "2", "99", *out)
+    assert missing.returncode == 2 and "--checkpoints = 99: there is none in" in missing.stderr
+    assert not list((run / "checkpoint").glob("*aside*")), "nothing of the run is touched"

@@ -1,0 +1,296 @@
+"""The command line of scripts/plot.py."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_prores import config, registry, spikes
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.plots import figures
+from titan_prores.plots.runs import Run, difference, load_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from titan_prores.recipe import Recipe
+
+OUT = Path("outputs/figures")
+DECAY = 0.99
+POINTS = 400  # of a schedule's curve
+ONE_RUN = "a run folder, or LABEL=FOLDER"
+RUNS = f"{ONE_RUN}; a pattern stands for several"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw what a command line asks for; returns the exit status: 0, or 2 for a wrong one."""
+    options, rest = parser().parse_known_args(arguments)
+    try:
+        if rest and not getattr(options, "config", None):
+            raise ConfigError(rest[0].partition("=")[0], "is no option of this command", allowed="those of --help")
+        options.overrides = rest
+        figure = options.draw(options)
+        for path in figures.save(figure, options.out, options.name or options.command):
+            print(path)
+    except (ConfigError, ConfigErrors) as error:
+        for each in getattr(error, "errors", [error]):
+            print(f"error: {each}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="plot.py", description="Draw figures from run folders, as PNG and as SVG.", allow_abbrev=False,
+        epilog="Exit status: 0 drawn, 2 the command is wrong or a run lacks what it takes. plot.py COMMAND --help says "
+        "more. matplotlib comes with the extra titan-prores[plot].",
+    )  # fmt: skip
+    commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    def command(draw: Callable[[argparse.Namespace], Figure]) -> argparse.ArgumentParser:
+        summary, _, more = draw.__doc__.partition("\n")
+        added = commands.add_parser(
+            draw.__name__, help=summary, description=f"{summary} {' '.join(more.split())}", allow_abbrev=False
+        )
+        added.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"figures go there ({OUT})")
+        added.add_argument("--name", help="what the files are called (as the command)")
+        added.set_defaults(draw=draw)
+        return added
+
+    alphas = command(alpha)
+    alphas.add_argument("runs", nargs="*", metavar="RUN", help=f"{RUNS}: the alpha that it logged")
+    alphas.add_argument(
+        "--schedule", action="append", metavar="NAME", help="of the paper's, such as linear; may be repeated (all)"
+    )
+    alphas.add_argument("--layers", type=_positive, default=12, metavar="L", help="layers of the model (12)")
+    length = alphas.add_mutually_exclusive_group()
+    length.add_argument("--T", type=_positive, help="warmup length of the first layer, in optimizer steps (1000)")
+    length.add_argument("--total", type=_positive, help="instead: the step at which every layer is at 1")
+    alphas.add_argument("--config", type=Path, metavar="RECIPE", help="the schedule of a recipe; overrides may follow")
+
+    losses = command(loss)
+    losses.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
+    gaps = command(gap)
+    gaps.add_argument("runs", nargs=2, metavar=("BASELINE", "RUN"), help=ONE_RUN)
+    for each in (losses, gaps):
+        each.add_argument("--ema", type=_share, default=DECAY, metavar="DECAY", help=f"of the moving average ({DECAY})")
+    norms = command(activation)
+    norms.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
+    norms.add_argument("--key", default="activation_norm", help="a list for each layer in the rows (activation_norm)")
+    norms.add_argument("--linear", action="store_true", help="linear values instead of logarithmic ones")
+    angles = command(cosine)
+    angles.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
+    angles.add_argument(
+        "--checkpoints", nargs=2, type=_positive, metavar=("FIRST", "SECOND"),
+        help="compare the checkpoints of these two steps instead of what the probe residual_cosine wrote",
+    )  # fmt: skip
+    angles.add_argument("--sequences", type=_positive, default=4, help="with --checkpoints: held-out windows (4)")
+    angles.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="with --checkpoints")
+    depths = command(depth)
+    depths.add_argument("runs", nargs="+", metavar="LABEL=RUN", help=f"{RUNS}; runs of one label are one line")
+    depths.add_argument("--window", type=_positive, default=spikes.WINDOW, help=f"of the score ({spikes.WINDOW} steps)")
+    depths.add_argument(
+        "--threshold", type=float, default=spikes.THRESHOLD, help=f"of it, in standard deviations ({spikes.THRESHOLD})"
+    )
+    return made
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to below 1")
+    return value
+
+
+# --- The figures --------------------------------------------------------------------------------------------------
+
+
+def alpha(options: argparse.Namespace) -> Figure:
+    """alpha of every layer over the run (Fig. 6).
+
+    Of schedules by name, of a recipe's schedule, or as runs have logged it.
+    """
+    if options.runs:
+        panels = {run.label: run.series("alpha") for run in load_runs(options.runs)}
+    elif options.config:
+        panels = _recipe_alpha(options.config, options.overrides)
+    else:
+        panels = _named_alpha(options.schedule, options.layers, options.T, options.total)
+    return figures.layer_curves(panels, "alpha")
+
+
+def _named_alpha(
+    names: Sequence[str] | None, n_layers: int, T: float | None, total: float | None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Name -> steps and alpha; all over the steps that the longest of them warms up."""
+    from titan_prores.prores.schedules import SCHEDULES, Schedule
+
+    T = 1000 if T is None and total is None else T
+    built = {}
+    for name in names or SCHEDULES:
+        if name not in SCHEDULES:
+            raise ConfigError(
+                "--schedule", "is no schedule of the paper", value=name, allowed=list(SCHEDULES),
+                nearest=nearest(name, SCHEDULES),
+            )  # fmt: skip
+        length = {} if SCHEDULES[name].stages is None else {"T": T, "total": total}
+        built[name] = Schedule(name, n_layers, **length)
+    longest = max([schedule.total_steps or 0 for schedule in built.values()]) or n_layers * (T or total)
+    return {name: _sampled(schedule, 1.1 * longest) for name, schedule in built.items()}
+
+
+def _recipe_alpha(path: Path, overrides: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    from titan_prores.recipe import resolve
+
+    recipe = resolve(config.load(path, overrides, registry.builtin_folder() / "defaults.toml"))
+    found = _schedule_part(recipe)
+    built = found.build(n_layers=_n_layers(recipe))
+    return {found.name: _sampled(built.alpha, recipe.training.steps)}
+
+
+def _schedule_part(recipe: Recipe) -> Any:
+    """The residual schedule among the settings of the recipe's transforms."""
+    for transform in recipe.sets["transforms"]:
+        for name in type(transform.config).model_fields:
+            if getattr(value := getattr(transform.config, name), "kind", None) == "residual_schedule":
+                return value
+    raise ConfigError("transforms", "none that is on has a residual schedule")
+
+
+def _n_layers(recipe: Recipe) -> int:
+    import torch
+
+    slot = recipe.slots["model"]
+    with torch.device("meta"):
+        return len(slot.build(vocab_size=1, seq_len=recipe.training.seq_len).layers)
+
+
+def _sampled(schedule: Callable[[int], np.ndarray], last: float) -> tuple[np.ndarray, np.ndarray]:
+    steps = np.unique(np.linspace(0, last, POINTS).round().astype(int))
+    return steps, np.stack([schedule(int(step)) for step in steps])
+
+
+def loss(options: argparse.Namespace) -> Figure:
+    """Training and held-out loss of runs."""
+    return figures.loss_curves([(run.label, _curve(run)) for run in load_runs(options.runs)], options.ema)
+
+
+def _curve(run: Run) -> figures.Curve:
+    validated = _has(run, "validation_loss")
+    return figures.Curve(*run.series("loss"), *(run.series("validation_loss") if validated else (np.empty(0),) * 2))
+
+
+def _has(run: Run, key: str) -> bool:
+    return any(key in row for row in run.rows)
+
+
+def gap(options: argparse.Namespace) -> Figure:
+    """Loss of one run minus that of another, in training and on held-out text (Fig. 5)."""
+    first, second = load_pair(options.runs)
+    validated = _has(first, "validation_loss") and _has(second, "validation_loss")
+    validation = difference(first, second, "validation_loss") if validated else None
+    return figures.loss_gap(difference(first, second, "loss"), validation, (first.label, second.label), options.ema)
+
+
+def load_pair(arguments: Sequence[str]) -> tuple[Run, Run]:
+    """Two runs.
+
+    Raises:
+        ConfigError: a pattern stands for several.
+    """
+    if len(runs := load_runs(arguments)) != 2:
+        raise ConfigError("RUN", f"a gap is between two runs, not {len(runs)}", value=list(arguments))
+    return runs[0], runs[1]
+
+
+def activation(options: argparse.Namespace) -> Figure:
+    """Activation norm of every layer over the run (Fig. 3).
+
+    Takes the probe activation_norm; --key draws another list for each layer, such as layer_grad_norm.
+    """
+    panels = {}
+    for run in load_runs(options.runs):
+        steps, values = run.series(options.key)
+        if values.ndim != 2:
+            raise ConfigError("--key", "is no list for each layer", value=options.key)
+        panels[_unused(run.label, panels)] = steps, values
+    unit = figures.UNITS.get(options.key, options.key)
+    return figures.layer_curves(panels, unit, log=not options.linear, columns=2)
+
+
+def _unused(label: str, taken: Mapping[str, Any]) -> str:
+    """The label, with a number where there is one like it."""
+    numbered = (label if n == 1 else f"{label} ({n})" for n in range(1, len(taken) + 2))
+    return next(each for each in numbered if each not in taken)
+
+
+def cosine(options: argparse.Namespace) -> Figure:
+    """Cosine of residual outputs by layer, early in a run against its end (Fig. 4).
+
+    Takes the probe residual_cosine, or the checkpoints of two steps.
+    """
+    runs = load_runs(options.runs)
+    if options.checkpoints:
+        from titan_prores.plots.cosines import checkpoint_cosines
+
+        logging.disable(logging.INFO)
+        try:
+            first, second = options.checkpoints
+            lines = [
+                (run.label, checkpoint_cosines(run.path, first, second, options.sequences, options.device))
+                for run in runs
+            ]
+        finally:
+            logging.disable(logging.NOTSET)
+        return figures.cosines(lines, f"checkpoints of steps {first:,} and {second:,}")
+    lines, compared = [], set()
+    for run in runs:
+        steps, values = run.series("residual_cosine")
+        lines.append((run.label, values[-1]))
+        compared.add((int(run.series("residual_cosine_step")[1][-1]), int(steps[-1])))
+    note = ", ".join(f"steps {first:,} and {last:,}" for first, last in sorted(compared))
+    return figures.cosines(lines, note)
+
+
+def depth(options: argparse.Namespace) -> Figure:
+    """Perplexity and spike scores over the number of layers (Figs. 1 and 2).
+
+    A score is the share of steps between 10 % and 90 % of the run that are --threshold standard deviations or more
+    from the --window steps before them; a run that is no longer than that has none.
+    """
+    settings = {"window": options.window, "threshold": options.threshold}
+    measures: dict[str, Callable[[Run], float]] = {
+        "held-out perplexity": Run.perplexity,
+        "spike score of loss (%)": lambda run: 100 * run.spike_score("loss", **settings),
+        "spike score of\ngradient norm (%)": lambda run: 100 * run.spike_score("grad_norm", **settings),
+    }
+    runs = load_runs(options.runs)
+    panels: dict[str, dict[str, dict[int, list[float]]]] = {unit: {} for unit in measures}
+    for run in runs:
+        layers = run.setting("model", "n_layers")
+        for unit, measure in measures.items():
+            panels[unit].setdefault(run.label, {}).setdefault(layers, []).append(measure(run))
+    for unit in list(panels):
+        if not figures.finite([value for each in panels[unit].values() for found in each.values() for value in found]):
+            print(f"no {' '.join(unit.split()[:-1])}: no run is long enough for --window {options.window}",
+                  file=sys.stderr)  # fmt: skip
+            del panels[unit]
+    if not panels:
+        raise ConfigError("", "no run has anything to draw")
+    return figures.by_depth(panels)

@@ -1,0 +1,282 @@
+"""The figures, from plain numbers. One style for all: `STYLE`, and colours that colour-blind readers can tell apart."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_prores.errors import ConfigError
+from titan_prores.plots.runs import ema
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, without their yellow, which is too light for lines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DEPTHS = ("viridis", 0.0, 0.92)  # colour map of layers, shallow to deep, and the part of it that shows on white
+STYLE: dict[str, Any] = {
+    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "legend.fontsize": 9, "legend.title_fontsize": 9, "legend.frameon": False, "lines.linewidth": 1.6,
+    "lines.markersize": 5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.dpi": 100, "savefig.dpi": 200,
+    "svg.hashsalt": "titan-prores",
+}  # fmt: skip
+PANEL_INCHES = (4.2, 3.0)
+HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 1.4, "markersize": 6}  # what lies below shows through
+STEP, LOSS = "optimizer step", "loss (nats per token)"
+UNITS = {
+    "activation_norm": "activation norm\n(L2, mean over tokens)",
+    "activation_rms": "root mean square of activations",
+    "layer_grad_norm": "gradient norm\n(L2, before clipping)",
+    "branch_ratio_attention": "|alpha · attention| / |x|",
+    "branch_ratio_ffn": "|alpha · feed-forward| / |x|",
+    "residual_cosine": "cosine of residual outputs",
+}
+
+
+def styled() -> AbstractContextManager[Any]:
+    """Held while a figure is made and saved.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        problem = "needs the package matplotlib, which is not installed"
+        raise ConfigError("", problem, allowed="pip install 'titan-prores[plot]'") from None
+    return matplotlib.rc_context(STYLE)
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG and as SVG; returns the files.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with styled():
+            for path in paths:
+                figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise ConfigError("--out", f"cannot be written: {error.strerror}", value=str(folder)) from error
+    return paths
+
+
+def layer_curves(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, *, log: bool = False, columns: int = 4
+) -> Figure:
+    """A panel for each name with a line for each layer, coloured by depth; axes and colours are shared.
+
+    Args:
+        panels: title -> steps [N] and values [N, L].
+        unit: what the values are.
+        log: logarithmic values.
+        columns: panels side by side, at most.
+    """
+    with styled():
+        from matplotlib import colormaps
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import LinearSegmentedColormap, Normalize
+        from matplotlib.ticker import MaxNLocator
+
+        name, low, high = DEPTHS
+        colours = LinearSegmentedColormap.from_list("depth", colormaps[name](np.linspace(low, high, 256)))
+        columns = min(columns, len(panels))
+        n_rows = -(-len(panels) // columns)
+        figure, axes = _panels(n_rows, columns, wide=3.0 if columns > 2 else PANEL_INCHES[0])
+        deepest = max(values.shape[1] for _, values in panels.values())
+        norm = Normalize(1, max(deepest, 2))
+        for i, (axis, (title, (steps, values))) in enumerate(zip(axes, panels.items(), strict=False)):
+            # Deep layers first, so that the few shallow ones are not hidden where many meet.
+            for layer in reversed(range(values.shape[1])):
+                axis.plot(steps, values[:, layer], color=colours(norm(layer + 1)), linewidth=1.2)
+            axis.set_title(title)
+            if log:
+                _logarithmic(axis, values)
+            _steps(axis, label=i + columns >= len(panels))
+            if i % columns == 0:
+                axis.set_ylabel(unit)
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes[: len(panels)]), label="layer", aspect=30)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        bar.outline.set_visible(False)
+    return figure
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of one run; steps and values, [N] each."""
+
+    steps: np.ndarray
+    training: np.ndarray
+    validation_steps: np.ndarray
+    validation: np.ndarray
+
+
+def loss_curves(runs: Sequence[tuple[str, Curve]], decay: float) -> Figure:
+    """Training loss, as it is and averaged, with held-out loss as points; runs of one label share a colour."""
+    with styled():
+        figure, (axis,) = _panels(1, 1, wide=6.4, high=4.0)
+        colours = _colours(label for label, _ in runs)
+        labelled = set()
+        for label, curve in runs:
+            colour, marker = colours[label]
+            axis.plot(curve.steps, curve.training, color=colour, alpha=0.25, linewidth=0.8)
+            axis.plot(curve.steps, ema(curve.training, decay), color=colour, label=_once(labelled, label))
+            axis.plot(curve.validation_steps, curve.validation, marker, color=colour, **HOLLOW)
+        axis.plot([], [], "-", color="#777777", alpha=0.4, linewidth=0.8, label="each step")
+        axis.plot([], [], "-", color="#777777", label=f"EMA({decay:g}) of training")
+        axis.plot([], [], "o", color="#777777", label="held out", **HOLLOW)
+        _steps(axis)
+        axis.set_ylabel(LOSS)
+        axis.legend()
+    return figure
+
+
+def loss_gap(
+    training: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray] | None, labels: tuple[str, str],
+    decay: float,
+) -> Figure:  # fmt: skip
+    """The second run's loss minus the first's: averaged over training, and on held-out text.
+
+    Args:
+        training: steps and gaps, [N] each.
+        validation: the same of held-out loss, if there is any.
+        labels: of both runs.
+        decay: of the moving average.
+    """
+    with styled():
+        figure, (axis,) = _panels(1, 1, wide=6.4, high=4.0)
+        axis.axhline(0, color="#444444", linewidth=0.8)
+        steps, gaps = training
+        axis.plot(steps, ema(gaps, decay), color=COLOURS[0], label=f"training, EMA({decay:g})")
+        if validation is not None:
+            axis.plot(*validation, "o-", color=COLOURS[1], markeredgecolor="white", label="held out")
+        _steps(axis)
+        axis.set_ylabel(f"loss difference (nats per token)\n{labels[1]} minus {labels[0]}")
+        axis.legend()
+    return figure
+
+
+def cosines(lines: Sequence[tuple[str, Sequence[float]]], note: str) -> Figure:
+    """Cosine of residual outputs by layer.
+
+    Args:
+        lines: label and a value a layer.
+        note: which steps are compared.
+    """
+    with styled():
+        from matplotlib.ticker import MaxNLocator
+
+        figure, (axis,) = _panels(1, 1, wide=6.4, high=4.0)
+        colours = _colours(label for label, _ in lines)
+        labelled = set()
+        for label, values in lines:
+            colour, marker = colours[label]
+            layers = np.arange(1, len(values) + 1)
+            axis.plot(layers, values, marker=marker, markersize=4, color=colour, label=_once(labelled, label))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_xlabel("layer")
+        axis.set_ylabel(f"{UNITS['residual_cosine']}\n({note})")
+        axis.legend()
+    return figure
+
+
+def by_depth(panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) -> Figure:
+    """A panel for each measure with a line for each label over the number of layers: mean and spread over runs.
+
+    Args:
+        panels: unit -> label -> number of layers -> a value a run.
+    """
+    with styled():
+        from matplotlib.ticker import MaxNLocator
+
+        figure, axes = _panels(1, len(panels), wide=3.6, share=False)
+        figure.get_layout_engine().set(w_pad=0.1)
+        colours = _colours(label for groups in panels.values() for label in groups)
+        ticks = sorted({depth for groups in panels.values() for each in groups.values() for depth in each})
+        # Side by side, so that bars of one depth do not hide each other.
+        aside = 0.08 * min((b - a for a, b in itertools.pairwise(ticks)), default=1)
+        shift = {label: aside * (n - (len(colours) - 1) / 2) for n, label in enumerate(colours)}
+        for axis, (unit, groups) in zip(axes, panels.items(), strict=True):
+            for label, depths in groups.items():
+                colour, marker = colours[label]
+                found = {depth: np.array(values)[np.isfinite(values)] for depth, values in sorted(depths.items())}
+                found = {depth + shift[label]: values for depth, values in found.items() if len(values)}
+                means = [values.mean() for values in found.values()]
+                spreads = [values.std(ddof=1) if len(values) > 1 else 0.0 for values in found.values()]
+                axis.errorbar(list(found), means, spreads, color=colour, marker=marker, capsize=3, label=label)
+                for x, values in found.items():
+                    axis.plot([x] * len(values), values, "o", color=colour, markerfacecolor="white", markersize=4)
+            axis.set_xlabel("layers")
+            axis.set_xticks(ticks)
+            axis.set_ylabel(unit)
+            axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(colours),
+            title="mean and standard deviation of runs; a ring is a run",
+        )  # fmt: skip
+    return figure
+
+
+def _panels(
+    n_rows: int, columns: int, *, wide: float = PANEL_INCHES[0], high: float = PANEL_INCHES[1], share: bool = True
+) -> tuple[Figure, np.ndarray]:
+    """A figure and its axes, row by row. It belongs to no window system and to no list of open figures."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(wide * columns, high * n_rows), layout="constrained")
+    return figure, figure.subplots(n_rows, columns, sharex=share, sharey=share, squeeze=False).ravel()
+
+
+def _steps(axis: Axes, label: bool = True) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if label:
+        axis.set_xlabel(STEP)
+        axis.tick_params(labelbottom=True)
+
+
+def _logarithmic(axis: Axes, values: np.ndarray) -> None:
+    """Values on a logarithmic scale, its ticks as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    shown = values[np.isfinite(values) & (values > 0)]
+    few = not len(shown) or shown.max() < 1e3 * shown.min()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _colours(labels: Any) -> dict[str, tuple[str, str]]:
+    """Label -> colour and marker, in order of first sight."""
+    return dict(zip(dict.fromkeys(labels), itertools.cycle(zip(COLOURS, MARKERS, strict=True)), strict=False))
+
+
+def _once(seen: set[str], label: str) -> str:
+    """The label the first time, later one that a legend leaves out."""
+    if label in seen:
+        return "_nolegend_"
+    seen.add(label)
+    return label
+
+
+def finite(values: Sequence[float]) -> bool:
+    """Whether any value is a number to draw."""
+    return any(math.isfinite(value) for value in values)

@@ -1,0 +1,142 @@
+"""Run folders as a plot reads them: rows by key, depth, scores."""
+
+from __future__ import annotations
+
+import glob
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_prores.errors import ConfigError
+from titan_prores.run_folder import RunFolder, read_rows
+from titan_prores.spikes import spike_score
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind.
+
+    Attributes:
+        label: what a legend calls it.
+        path: its folder.
+        rows: of metrics.jsonl.
+        recipe: the resolved recipe, nested tables.
+    """
+
+    label: str
+    path: Path
+    rows: list[dict[str, Any]]
+    recipe: dict[str, Any]
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps [N] and values, [N] or for lists a layer [N, L], of the rows that have `key`.
+
+        Raises:
+            ConfigError: none has.
+        """
+        found = [(row["step"], row[key]) for row in self.rows if key in row and "step" in row]
+        if not found:
+            lists = {name for row in self.rows for name in row} - {"step", "skipped", "validation"}
+            raise ConfigError(
+                "", f"no row of {self.path} has {key}; was the part of [metrics] or [validation] on that writes it?",
+                allowed=sorted(lists),
+            )  # fmt: skip
+        steps, values = zip(*found, strict=True)
+        return np.array(steps), np.array(values, dtype=np.float64)
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the recipe.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        try:
+            return self.recipe[section][key]
+        except KeyError:
+            raise ConfigError(f"{section}.{key}", f"is not in the recipe of {self.path}") from None
+
+    def perplexity(self) -> float:
+        """Held-out perplexity after the last step that was validated."""
+        return math.exp(min(self.series("validation_loss")[1][-1], 700))
+
+    def spike_score(self, key: str, **settings: float) -> float:
+        """Spike score of the values of a key over the steps of the run's schedules; NaN where too few were scored."""
+        series = zip(*(array.tolist() for array in self.series(key)), strict=True)
+        return spike_score(series, self.setting("training", "steps"), **settings)
+
+
+def load_run(path: Path, label: str | None = None) -> Run:
+    """Read a run folder.
+
+    Raises:
+        ConfigError: it is none, or has no rows yet.
+    """
+    folder = RunFolder(path, is_main=False)
+    for file in (folder.metrics_file, folder.recipe_file):
+        if not file.is_file():
+            raise ConfigError("RUN", f"is no run folder: there is no {file.name} in it", value=str(path))
+    try:
+        recipe = tomllib.loads(folder.recipe_file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"{folder.recipe_file} is no TOML: {error}") from None
+    if not (rows := list(read_rows(folder.metrics_file))):
+        raise ConfigError("", f"{folder.metrics_file} has no rows")
+    return Run(label or path.resolve().name, path, rows, recipe)
+
+
+def load_runs(arguments: Sequence[str]) -> list[Run]:
+    """Runs named as `[LABEL=]FOLDER`, where FOLDER may be a pattern and a label may be given to several.
+
+    Raises:
+        ConfigError: one is no run folder, or a pattern matches nothing.
+    """
+    runs = []
+    for argument in arguments:
+        label, separator, pattern = argument.partition("=")
+        if not separator or Path(argument).exists():
+            label, pattern = "", argument
+        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
+        if not paths:
+            raise ConfigError("RUN", "there is no such run folder", value=pattern)
+        runs += [load_run(Path(path), label or None) for path in paths]
+    return runs
+
+
+def ema(values: np.ndarray, decay: float) -> np.ndarray:
+    """Exponential moving average whose first values are not drawn to zero; what is not finite leaves it as it is.
+
+    Args:
+        values: [N].
+        decay: weight of the past, in [0, 1).
+    """
+    average = weight = 0.0
+    found = np.full(len(values), math.nan)
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            average = decay * average + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
+        found[i] = average / weight if weight else math.nan
+    return found
+
+
+def difference(first: Run, second: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps that both runs have `key` of, and there the second's value minus the first's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    (steps, values), (other_steps, other_values) = first.series(key), second.series(key)
+    common, mine, theirs = np.intersect1d(steps, other_steps, return_indices=True)
+    if not len(common):
+        raise ConfigError("", f"{first.path} and {second.path} have {key} of no common step")
+    return common, other_values[theirs] - values[mine]
