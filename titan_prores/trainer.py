@@ -249,22 +249,21 @@ class Trainer:
         )  # fmt: skip
 
     def _log_step(self, loss: float, grad_norm: float, probed: dict[str, Any], skipped: bool) -> None:
-        speed = self.clock.step(self.batch_size * self.recipe.training.seq_len)
         row = {
             "step": self.step, "loss": loss, "perplexity": perplexity(loss), "grad_norm": grad_norm,
-            "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len, **speed,
+            "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len,
+            **self.clock.step(self.batch_size * self.recipe.training.seq_len),
         }  # fmt: skip
         self.records.write_step(row | ({"skipped": True} if skipped else {}), self.transforms, probed)
 
     def _validation_is_due(self) -> bool:
         """Whether there is to be a validation after the step that is done."""
         config = self.recipe.slots["validation"].config
-        return config.enabled and (self.step == self.end or self.step % config.freq == 0)
+        due = self.step == self.end or self.step % config.freq == 0
+        return due and config.enabled and len(self.data.validation) > 0
 
     def validate(self) -> None:
         """Measure on held-out text and write a validation row."""
-        if not len(self.data.validation):
-            return
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         with computing(self.transforms):
             found = self.parts.validator.validate(

@@ -26,12 +26,13 @@ class FromTable:
         sha256: str = setting("", "of the file's content; found by itself, and refused where it is given and differs")
 
         @classmethod
-        def presets(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        def presets(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
             path = given.get("path")
             try:
-                return {"sha256": table.digest(table.read(path))} if isinstance(path, str) else {}, f"content of {path}"
+                content = table.read(path) if isinstance(path, str) else None
             except ValueError:  # said when the schedule is built, with everything else that is wrong then
-                return {}, ""
+                content = None
+            return {} if content is None else {"sha256": (table.digest(content), f"content of {path}")}
 
     def __init__(self, config: Config, *, n_layers: int) -> None:
         try:
