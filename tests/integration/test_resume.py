@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -300,10 +302,23 @@ def test_crafted_checkpoint_runs_no_code(folder: Path, straight: dict[int, Path]
     run, victim = folder / "crafted", folder / "victim"
     shutil.copytree(straight[1], run)
     metadata = run / "checkpoint/step-00000020/.metadata"
-    metadata.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPosixPath\n(V{victim}\ntRtR.".encode())
+    metadata.write_bytes(pickle.dumps(Touch(victim)))
+    pickle.loads(metadata.read_bytes())
+    assert victim.exists(), "it is what it is meant to be"
+    victim.rmdir()
     failed = fork(*debug(run, "--checkpoint.verify=never", "--checkpoint.resume=20"), status=1)
-    assert ".metadata asks for pathlib.Path.touch, which has no place" in failed.err
+    assert ".metadata asks for posix.mkdir, which has no place" in failed.err
     assert not victim.exists()
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
 
 
 def test_saving_does_not_touch_the_run(folder: Path) -> None:
