@@ -181,6 +181,7 @@ def train(recipe: Recipe) -> int:
         end = trainer.train()
         trainer.close()
     except BaseException as failure:
+        trainer.stop_request.can_wait = True  # this process is ending already: a signal now has nothing to add
         error = failure
         # Where a signal came to one rank alone before the first step, the others lose it, and are stopped as well.
         if trainer.failures is not None and (signal := trainer.failures.signal_behind(failure)):
