@@ -170,6 +170,7 @@ def train(recipe: Recipe) -> int:
     """Train, and see to it that a failure on any rank ends all of them with one readable summary."""
     from titan_prores.log import setup
     from titan_prores.mesh import World
+    from titan_prores.nonfinite import NonFiniteError
     from titan_prores.stopping import EXIT_STATUS, Stopped, StopRequest
     from titan_prores.trainer import Trainer
 
@@ -187,12 +188,17 @@ def train(recipe: Recipe) -> int:
         if trainer.failures is not None and (signal := trainer.failures.signal_behind(failure)):
             error = Stopped(signal)
         status = _status_of(error, trainer, world.rank)
+        if isinstance(failure, NonFiniteError):  # all ranks are here with it, and what they are writing is good
+            with contextlib.suppress(RuntimeError):
+                trainer.saver.finish()
         with contextlib.suppress(OSError):  # the disk may be what failed
-            if trainer.run is not None and status == 1:
+            if trainer.log_file is None:
+                pass  # the folder is another rank's to write, or another run's
+            elif status == EXIT_STATUS:
+                trainer.run.write_status("stopped", trainer.step, signal=str(error))
+            else:
                 what = {"error": str(error).splitlines()[0] if str(error) else "", "error_type": type(error).__name__}
                 trainer.run.write_status("failed", trainer.step, **what)
-            elif trainer.log_file is not None and status == EXIT_STATUS:
-                trainer.run.write_status("stopped", trainer.step, signal=str(error))
         _leave(status)
     if world.rank == 0:
         print(_farewell(end), end="")

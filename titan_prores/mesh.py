@@ -188,6 +188,8 @@ def start(degrees: Mapping[str, int], device: torch.device, world: World, timeou
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
         store.set_timeout(timeout)
+        # All attempts of one torchrun share a store: an earlier one's addresses, wishes and failures are not ours.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
     dist.init_process_group(

@@ -82,12 +82,13 @@ class NonFinitePolicy:
             )
         logger.warning("%s: batch passed over, %d in a row", self._problem, self.skipped_in_a_row)
 
-    def rewind(self, checkpoint_step: int | None, batch_size: int) -> None:
+    def rewind(self, checkpoint_step: int | None, batch_size: int, samples: int) -> None:
         """The run goes back to a checkpoint: decide which batches it will pass over from there.
 
         Args:
             checkpoint_step: of the last good one; None where there is none.
             batch_size: sequences of a global batch.
+            samples: that the checkpoint has seen.
 
         Raises:
             NonFiniteError: there is none, or the run has been there too often.
@@ -98,11 +99,11 @@ class NonFinitePolicy:
         if self._rewinds[checkpoint_step] > (most := self.training.max_nonfinite_rewinds):
             raise NonFiniteError(f"{self._problem}, after going back to step {checkpoint_step} {most} times")
         batches = [self.offending - back * batch_size for back in range(self.training.rewind_batches)]
-        self.pass_over.update(batches)
+        self.pass_over.update(first for first in batches if first >= samples)
         self.offending = None
         logger.warning(
             "%s: going back to the checkpoint of step %d; %d batches will be passed over",
-            self._problem, checkpoint_step, len(self.pass_over),
+            self._problem, checkpoint_step, sum(first >= samples for first in self.pass_over),
         )  # fmt: skip
 
     def state(self, sample: int) -> dict[str, Any]:

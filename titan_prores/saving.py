@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from titan_prores.errors import ConfigError
 from titan_prores.protocols import Checkpointer, CheckpointSection
 from titan_prores.stopping import Agreement
 
@@ -42,6 +43,14 @@ class Saver:
         """As `Checkpointer.save`, which see."""
         self._saved_at = time.monotonic()
         self.checkpointer.save(step, model, optimizer, meta)
+
+    def initialize(self, model: nn.Module) -> None:
+        """As `Checkpointer.initialize`; a fault is the recipe's."""
+        try:
+            if self.checkpointer is not None:
+                self.checkpointer.initialize(model)
+        except ConfigError as error:
+            raise error.under("checkpoint") from error
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """As `Checkpointer.load`."""

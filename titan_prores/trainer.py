@@ -102,8 +102,8 @@ class Trainer:
         self.probing = Probing(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
         if resume_step is not None:
             self._load(resume_step, meta)
-        elif checkpointer is not None:
-            checkpointer.initialize(self.model)
+        else:
+            self.saver.initialize(self.model)
 
     def _begin(self, stage: str, *, patient: bool = False) -> None:
         """Note what comes next, for the watchdog and for the account of a failure."""
@@ -213,7 +213,12 @@ class Trainer:
         self.samples += self.batch_size
         for transform in self.transforms:
             transform.after_step(self.step)
-        self._log_step(loss_value, norm_value, probed, skipped=not finite)
+        row = {
+            "step": self.step, "loss": loss_value, "perplexity": perplexity(loss_value), "grad_norm": norm_value,
+            "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len,
+            **self.clock.step(self.batch_size * self.recipe.training.seq_len), **({} if finite else {"skipped": True}),
+        }  # fmt: skip
+        self.records.write_step(row, self.transforms, probed)
         self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
 
     def pass_over_batch(self) -> None:
@@ -231,13 +236,14 @@ class Trainer:
         """Go back to the last good checkpoint, from where the batch that was not finite will be passed over."""
         self._begin("going back to the last good checkpoint", patient=True)  # it is read and verified first
         step, meta = self.saver.last_good()
-        self.nonfinite.rewind(step, self.batch_size)
+        self.nonfinite.rewind(step, self.batch_size, meta.get("samples", 0))
         self._load(step, meta)
         self.loader.close()
         self._open_loader()
         self.records.close()
         self.records.start(self.run, self.step, self.end, self.probing)
         self.last_validation = {}
+        self.stopped = self.stopped or next(filter(None, self.mesh.gather(self.stop_request.name)), None)
 
     def _open_loader(self) -> None:
         """Microbatches from the position in the data on."""
@@ -247,14 +253,6 @@ class Trainer:
             data_rank=self.mesh.data_rank, data_ranks=self.mesh.data_size,
             num_workers=self.recipe.slots["dataset"].config.num_workers,
         )  # fmt: skip
-
-    def _log_step(self, loss: float, grad_norm: float, probed: dict[str, Any], skipped: bool) -> None:
-        row = {
-            "step": self.step, "loss": loss, "perplexity": perplexity(loss), "grad_norm": grad_norm,
-            "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len,
-            **self.clock.step(self.batch_size * self.recipe.training.seq_len),
-        }  # fmt: skip
-        self.records.write_step(row | ({"skipped": True} if skipped else {}), self.transforms, probed)
 
     def _validation_is_due(self) -> bool:
         """Whether there is to be a validation after the step that is done."""

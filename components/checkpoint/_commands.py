@@ -84,7 +84,8 @@ def _list(options: argparse.Namespace) -> int:
         meta, size = folder.meta(step), sum(each.bytes for each in folder.records(step).values())
         loss = meta.get("validation_loss")
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in meta["mesh"].items() if degree > 1) or "1 rank"
-        rows.append([str(step), f"{size / 2**20:.1f}", mesh, "" if loss is None else f"{loss:.4f}", "whole, by sizes"])
+        rows.append([str(step), f"{size / 2**20:.1f}", mesh, "" if loss is None else f"{loss:.4f}",
+                     "whole, by sizes" + ("" if meta.get("finite") else "; numbers not finite")])  # fmt: skip
     show(str(folder.path), ["step", "MiB", "written by", "validation loss", "state"], rows)
     return int(damaged)
 
@@ -141,10 +142,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _checkpoint(path: Path) -> tuple[CheckpointFolder, int]:
     if (found := CheckpointFolder.containing(path)) is None:
-        raise ConfigError("", "is no checkpoint", value=str(path), allowed=f"a folder step-<k> with a {MANIFEST}")
+        raise ConfigError("FOLDER", "is no checkpoint", value=str(path), allowed=f"a folder step-<k> with a {MANIFEST}")
     folder, step = found
     if problems := folder.problems(step, hashes=False):
-        raise ConfigError("", f"is damaged: {problems[0]}", value=str(path))
+        raise ConfigError("FOLDER", f"is damaged: {problems[0]}", value=str(path))
     return folder, step
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 MANIFEST, META = "manifest.json", "meta.json"
+# What a manifest must know besides, and what of the run's own facts is read before a checkpoint is taken.
+NEEDED = (".metadata",)
+META_TYPES = {"samples": int, "global_batch_size": int, "recipe": dict, "mesh": dict}
 _STEP = re.compile(r"step-(\d{8,})")
 _BLOCK_BYTES = 1 << 22
 
@@ -63,7 +68,8 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return []
         named = [(entry, _STEP.fullmatch(entry.name)) for entry in self.path.iterdir()]
-        return sorted({int(match.group(1)) for entry, match in named if match and entry.is_dir()})
+        steps = {int(match.group(1)) for entry, match in named if match and entry.is_dir()}
+        return sorted(step for step in steps if self.at(step).is_dir())  # one number has one spelling
 
     def at(self, step: int) -> Path:
         """Folder of a checkpoint, there or not."""
@@ -79,7 +85,7 @@ class CheckpointFolder:
         """Make the folder to write into; leftovers of saves that were killed go."""
         self.path.mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob(".unfinished-*"):
-            shutil.rmtree(leftover)
+            _delete(leftover)
         self.unfinished(step).mkdir()
         return self.unfinished(step)
 
@@ -116,9 +122,14 @@ class CheckpointFolder:
         Raises:
             ValueError: it is missing, or not what a save writes.
         """
-        found = self._json(step, META)
+        found, path = self._json(step, META), self.at(step) / META
         if not isinstance(found, dict) or found.get("step") != step:
-            raise ValueError(f"{self.at(step) / META} is not of step {step}")
+            raise ValueError(f"{path} is not of step {step}")
+        for key, kind in META_TYPES.items():
+            if not isinstance(found.get(key), kind):
+                raise ValueError(f"{path} has no {key} as a save writes it")
+        if found["samples"] < 0:
+            raise ValueError(f"{path} has samples = {found['samples']}")
         return found
 
     def records(self, step: int) -> dict[str, FileRecord]:
@@ -127,10 +138,20 @@ class CheckpointFolder:
         Raises:
             ValueError: it is missing, or not what a save writes.
         """
+        path = self.at(step) / MANIFEST
         try:
-            return {name: FileRecord(**each) for name, each in self._json(step, MANIFEST)["files"].items()}
+            records = {name: FileRecord(**each) for name, each in self._json(step, MANIFEST)["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.at(step) / MANIFEST} is no manifest") from error
+            raise ValueError(f"{path} is no manifest") from error
+        for name, each in records.items():
+            # Joined with the folder, anything else would be a file elsewhere.
+            if name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
+                raise ValueError(f"{path} names {name!r}, which is no file of the checkpoint")
+            if type(each.bytes) is not int or each.bytes < 0 or not isinstance(each.sha256, str):
+                raise ValueError(f"{path} does not say what {name} held")
+        if missing := {META, *NEEDED} - records.keys():
+            raise ValueError(f"{path} knows nothing of {', '.join(sorted(missing))}")
+        return records
 
     def _json(self, step: int, name: str) -> Any:
         path = self.at(step) / name
@@ -159,8 +180,11 @@ class CheckpointFolder:
         for name, expected in list(records.items())[part::parts]:
             path = self.at(step) / name
             try:
-                size = path.stat().st_size
-                if size != expected.bytes:
+                status = path.lstat()
+                size = status.st_size
+                if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and a pipe never ends
+                    found.append(f"{path} is no regular file")
+                elif size != expected.bytes:
                     found.append(f"{path} has {size:,} bytes instead of {expected.bytes:,}")
                 elif hashes and record(path) != expected:
                     found.append(f"{path} does not hold what was written: its hash differs from the manifest's")
@@ -181,7 +205,7 @@ class CheckpointFolder:
         return aside
 
     def expendable(self, keep_latest: int, keep_every: int = 0, keep_best: int = 0) -> list[int]:
-        """Checkpoints that may go. Only whole ones with finite numbers count, and only such are named.
+        """Checkpoints that may go: whole ones. Only those with finite numbers count as kept.
 
         Args:
             keep_latest: the newest so many stay; 0 = all stay.
@@ -190,27 +214,36 @@ class CheckpointFolder:
         """
         if keep_latest == 0:
             return []
-        whole = self._finite()
-        good = list(whole)
+        whole = self._whole()
+        good = [step for step, meta in whole.items() if meta.get("finite")]
         kept = set(good[-keep_latest:]) | {step for step in good if keep_every and step % keep_every == 0}
-        losses = {step: loss for step in good if (loss := whole[step].get("validation_loss")) is not None}
-        ranked = sorted(losses, key=losses.__getitem__)
-        return [step for step in good if step not in kept | set(ranked[:keep_best])]
+        losses = {step: whole[step].get("validation_loss") for step in good}
+        measured = [step for step, loss in losses.items() if isinstance(loss, (int, float)) and math.isfinite(loss)]
+        kept.update(sorted(measured, key=losses.__getitem__)[:keep_best])
+        # One that is not finite is of use until there is a later one that is.
+        return [step for step in whole if step not in kept and good and step < good[-1]]
 
     def finite(self) -> list[int]:
         """Checkpoints with finite numbers whose files have the right sizes, in ascending order."""
-        return list(self._finite())
+        return [step for step, meta in self._whole().items() if meta.get("finite")]
 
-    def _finite(self) -> dict[int, dict[str, Any]]:
-        """The same with what each says of itself."""
-        whole = {step: self.meta(step) for step in self.steps() if not self.problems(step, hashes=False)}
-        return {step: meta for step, meta in whole.items() if meta.get("finite")}
+    def _whole(self) -> dict[int, dict[str, Any]]:
+        """Checkpoints whose files have the right sizes, in ascending order, with what each says of itself."""
+        return {step: self.meta(step) for step in self.steps() if not self.problems(step, hashes=False)}
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint; half of one never looks like one."""
         doomed = self.path / f".unfinished-removal-{step}"
         self.at(step).rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or whatever stands in its place; of a link, the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +39,7 @@ class DistributedCheckpoint:
     """
 
     class Config(CheckpointSection):
-        folder: str = setting("checkpoint", "below the run folder")
+        folder: str = setting("checkpoint", "below the run folder, whose lock keeps a second run from it")
         resume: str | int = setting(
             "auto",
             'at start: "auto" = newest checkpoint or a fresh start, "must" = newest or fail, "never" = fresh start or '
@@ -73,6 +75,14 @@ class DistributedCheckpoint:
                 return value
             return one_of(value, ("auto", "must", "never"))
 
+        @field_validator("folder")
+        @classmethod
+        def _below_the_run_folder(cls, value: str) -> str:
+            path = Path(value)
+            if path.is_absolute() or ".." in path.parts or path == Path():
+                raise ValueError("is not below the run folder (allowed: a name such as checkpoint)")
+            return value
+
         @field_validator("async_mode")
         @classmethod
         def _possible_here(cls, value: str) -> str:
@@ -94,6 +104,7 @@ class DistributedCheckpoint:
 
     def choose(self) -> tuple[int | None, str]:
         candidates, reason = self.mesh.on_main(self._candidates)
+        self.mesh.on_main(self._check_writable)
         damaged = []
         for step in candidates:
             problems = self._problems(step)
@@ -107,6 +118,19 @@ class DistributedCheckpoint:
             "resume", f"no checkpoint is whole ({', '.join(damaged)} in {self.folder.path}); the log names the files",
             value=self.config.resume, allowed="another step, or checkpoint.verify = never to read them all the same",
         )  # fmt: skip
+
+    def _check_writable(self) -> None:
+        """Raise ConfigError where the first save would fail, steps later."""
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder.path):
+                pass
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                return  # there may be room by then, and resuming needs none
+            raise ConfigError(
+                "folder", f"{self.folder.path} cannot be written: {error.strerror}", value=self.config.folder
+            ) from error
 
     def last_good(self) -> int | None:
         steps = self.mesh.on_main(self.folder.finite)
@@ -122,6 +146,8 @@ class DistributedCheckpoint:
         if path.exists() and not path.is_dir():
             raise ConfigError("folder", f"{path} is no folder", value=self.config.folder)
         resume, steps = self.config.resume, self.folder.steps()
+        if isinstance(resume, int) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+            resume = "auto"  # torchrun has started this run again, which had resumed there and gone on
         present = f"{path} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}"
         if isinstance(resume, int):
             if resume not in steps:

@@ -17,6 +17,7 @@ def publish(folder: CheckpointFolder, step: int, weight: float, **recipe: object
     dcp.save({"weight": torch.full((3,), weight), "same": torch.ones(2)}, checkpoint_id=unfinished, no_dist=True)
     meta = {
         "step": step, "samples": 8 * step, "mesh": {"dp_shard": 2, "tp": 1}, "data": "abc", "finite": True,
+        "global_batch_size": 8,
         "validation_loss": 5.0 - weight, "recipe": {"optimizer": {"lr": 1e-3, **recipe}},
     }  # fmt: skip
     return folder.publish(step, meta, {path.name: record(path) for path in unfinished.iterdir()})

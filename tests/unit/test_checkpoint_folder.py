@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from components.checkpoint._folder import CheckpointFolder, FileRecord, record
 
+META = {"samples": 0, "global_batch_size": 1, "recipe": {}, "mesh": {}, "finite": True}
+
 
 def publish(folder: CheckpointFolder, step: int, content: bytes = b"weights", **meta: object) -> Path:
     unfinished = folder.prepare(step)
     (unfinished / "__0_0.distcp").write_bytes(content)
-    records = {"__0_0.distcp": record(unfinished / "__0_0.distcp")}
-    return folder.publish(step, {"step": step, "finite": True, **meta}, records)
+    (unfinished / ".metadata").write_bytes(b"where each is")
+    records = {name: record(unfinished / name) for name in ("__0_0.distcp", ".metadata")}
+    return folder.publish(step, {"step": step, **META, **meta}, records)
 
 
 @pytest.fixture
@@ -27,7 +32,7 @@ def test_published_checkpoint_is_whole(folder: CheckpointFolder) -> None:
     path = publish(folder, 10)
     publish(folder, 123_456_789)
     assert folder.steps() == [10, 123_456_789] and path == folder.at(10) and path.name == "step-00000010"
-    assert sorted(p.name for p in path.iterdir()) == ["__0_0.distcp", "manifest.json", "meta.json"]
+    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
     for hashes in (False, True):
         assert folder.problems(10, hashes=hashes) == []
     assert folder.records(10)["__0_0.distcp"] == record(path / "__0_0.distcp")
@@ -63,14 +68,14 @@ def test_damage_is_named(folder: CheckpointFolder, name: str, damage: str) -> No
 
 def test_every_file_is_looked_at_by_one_of_the_parts(folder: CheckpointFolder) -> None:
     unfinished = folder.prepare(5)
-    names = [f"__{rank}_0.distcp" for rank in range(5)]
+    names = [".metadata", *(f"__{rank}_0.distcp" for rank in range(5))]
     for name in names:
         (unfinished / name).write_bytes(name.encode())
-    path = folder.publish(5, {"step": 5}, {name: record(unfinished / name) for name in names})
+    path = folder.publish(5, {"step": 5, **META}, {name: record(unfinished / name) for name in names})
     for name in names:
         (path / name).write_bytes(b"x" * len(name))
     found = [folder.problems(5, hashes=True, part=part, parts=3) for part in range(3)]
-    assert sorted(map(len, found)) == [1, 2, 2]
+    assert sorted(map(len, found)) == [2, 2, 2]
     assert all(any(name in problem for each in found for problem in each) for name in names)
 
 
@@ -129,4 +134,81 @@ def test_damaged_and_nonfinite_checkpoints_do_not_count(folder: CheckpointFolder
 
 def test_manifest_is_readable_json(folder: CheckpointFolder) -> None:
     manifest = json.loads((publish(folder, 10) / "manifest.json").read_text())
-    assert manifest["step"] == 10 and set(manifest["files"]) == {"__0_0.distcp", "meta.json"}
+    assert manifest["step"] == 10 and set(manifest["files"]) == {".metadata", "__0_0.distcp", "meta.json"}
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../../secret", "..", "", "sub/file", "nul\0"])
+def test_a_manifest_names_no_file_elsewhere(folder: CheckpointFolder, name: str, tmp_path: Path) -> None:
+    path = publish(folder, 10) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"][name] = {"bytes": 0, "sha256": ""}
+    path.write_text(json.dumps(content))
+    (problem,) = folder.problems(10, hashes=True)
+    assert f"names {name!r}, which is no file of the checkpoint" in problem
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_regular_files_are_read(folder: CheckpointFolder, kind: str, tmp_path: Path) -> None:
+    """A link may lead to /dev/zero, and a pipe may never end."""
+    path = publish(folder, 10, b"") / "__0_0.distcp"
+    path.unlink()
+    if kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert folder.problems(10, hashes=True) == [f"{path} is no regular file"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {}, {"meta.json": {"bytes": 1, "sha256": ""}}, [], None, {"a": None}, {"a": {"bytes": "7", "sha256": ""}},
+        {"a": {"bytes": -1, "sha256": ""}}, {"a": {"bytes": True, "sha256": ""}}, {"a": {"bytes": 1, "sha256": 3}},
+    ],
+)  # fmt: skip
+def test_what_is_no_manifest_is_damage(folder: CheckpointFolder, files: object) -> None:
+    path = publish(folder, 10)
+    (path / "manifest.json").write_text(json.dumps({"step": 10, "files": files}))
+    for hashes in (True, False):
+        assert len(folder.problems(10, hashes=hashes)) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"recipe": None}, {"mesh": 3}, {"samples": "x"}, {"samples": -8}, {"step": 9}])
+def test_what_is_no_meta_is_damage(folder: CheckpointFolder, wrong: dict[str, object]) -> None:
+    """Also where its hash fits, which whoever made it can write too."""
+    path = publish(folder, 10)
+    (path / "meta.json").write_text(json.dumps({"step": 10, **META, **wrong}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["meta.json"] = asdict(record(path / "meta.json"))
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert len(folder.problems(10, hashes=True)) == 1
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(folder: CheckpointFolder) -> None:
+    for step, loss in ((1, 1.0), (2, float("nan")), (3, 0.5), (4, float("-inf")), (5, 3.0)):
+        publish(folder, step, validation_loss=loss)
+    assert folder.expendable(keep_latest=1, keep_best=1) == [1, 2, 4]
+
+
+def test_numbers_that_are_not_finite_go_once_there_are_later_ones_that_are(folder: CheckpointFolder) -> None:
+    for step, finite in ((1, True), (2, False), (3, True), (4, False)):
+        publish(folder, step, finite=finite)
+    assert folder.expendable(keep_latest=1) == [1, 2]
+
+
+def test_links_and_files_in_the_way_are_removed_as_such(folder: CheckpointFolder, tmp_path: Path) -> None:
+    elsewhere = publish(folder, 10).rename(tmp_path / "elsewhere")
+    folder.at(10).symlink_to(elsewhere)
+    (folder.path / ".unfinished-file").write_text("")
+    (folder.path / ".unfinished-link").symlink_to(elsewhere)
+    folder.remove(10)
+    folder.prepare(11)
+    assert [path.name for path in folder.path.iterdir()] == [".unfinished-step-00000011"]
+    assert (elsewhere / "manifest.json").is_file(), "what a link leads to is not ours"
+
+
+def test_one_step_has_one_name(folder: CheckpointFolder) -> None:
+    publish(folder, 4).rename(folder.path / "step-000000004")
+    assert folder.steps() == []

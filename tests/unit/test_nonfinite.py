@@ -32,20 +32,23 @@ def test_going_back_is_counted_by_checkpoint() -> None:
     policy = NonFinitePolicy(Training(on_nonfinite="rewind", max_nonfinite_rewinds=2, rewind_batches=2))
     for sample in (160, 320):
         policy.judge(1, sample, **BAD)
-        policy.rewind(5, 16)
+        policy.rewind(5, 16, 80)
         assert policy.offending is None
     policy.judge(1, 480, **BAD)
-    policy.rewind(6, 16)
+    policy.rewind(6, 16, 96)
     assert policy.pass_over == {144, 160, 304, 320, 464, 480}
+    policy.judge(1, 96, **BAD)
+    policy.rewind(7, 16, 96)
+    assert 80 not in policy.pass_over, "the checkpoint has seen it"
     policy.judge(1, 640, **BAD)
     with pytest.raises(NonFiniteError, match="after going back to step 5 2 times"):
-        policy.rewind(5, 16)
+        policy.rewind(5, 16, 80)
 
 
 def test_a_checkpoint_remembers_batches_that_are_still_to_come() -> None:
     policy = NonFinitePolicy(Training(on_nonfinite="rewind"))
     policy.judge(1, 160, **BAD)
-    policy.rewind(5, 16)
+    policy.rewind(5, 16, 80)
     remembered = json.loads(json.dumps(policy.state(96)))
     assert remembered == {"skipped_in_a_row": 0, "pass_over": [160]} and policy.state(176)["pass_over"] == []
     resumed = NonFinitePolicy(Training())
