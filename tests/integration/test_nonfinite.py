@@ -151,3 +151,47 @@ def test_the_batch_is_kept_to_be_looked_at(folder: Path, skipped: Path) -> None:
             first = report["first_sample"] + (2 * microbatch + rank) * 4
             ids = sample_windows(0, np.arange(first, first + 4), len(windows))
             assert np.array_equal(tokens[microbatch], np.stack([windows[i][0].numpy() for i in ids]))
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_save_on_its_way_is_published_before_such_a_run_ends(folder: Path, mode: str) -> None:
+    own = [f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1", "--loss.modulus=1000000007"]
+    ended, text = run(folder, f"on-its-way-{mode}", *own, "--loss.fails_from=17", status=1)
+    assert "step 5: loss nan" in text
+    assert sorted(path.name for path in (ended / "checkpoint").iterdir()) == [f"step-0000000{k}" for k in range(1, 5)]
+
+
+def test_a_signal_in_a_step_that_goes_back_is_answered_there(folder: Path, skipped: Path) -> None:
+    """Not when the step comes round again, which may be long after."""
+    bad = min(set(range(1, 21)) - finite(skipped).keys())
+    (folder / "signal.py").write_text(SIGNAL_IN_STEP)
+    stopped, _ = run(
+        folder, "signalled", f"--import={folder / 'signal.py'}", "--training.on_nonfinite=rewind",
+        f"--metrics.signal_in_step.step={bad}", ranks=2, status=75,
+    )  # fmt: skip
+    assert [row["step"] for row in rows(stopped) if "loss" in row] == [1, 2, 3, 4, 5]
+    status = json.loads((stopped / "status.json").read_text())
+    assert (status["state"], status["step"], status["signal"]) == ("stopped", 5, "SIGTERM")
+    again, _ = run(folder, "signalled", "--training.on_nonfinite=rewind", ranks=2)
+    assert finite(again).keys() == finite(skipped).keys()
+
+
+SIGNAL_IN_STEP = '''
+import os, signal
+from titan_prores.config import Section, setting
+from titan_prores.protocols import Metric
+from titan_prores.registry import register
+
+
+@register("metrics", "signal_in_step")
+class SignalInStep(Metric):
+    """Signals its own rank in a step."""
+
+    class Config(Section):
+        step: int = setting(1, "which")
+
+    def measure(self, step, model):
+        if step == self.config.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+'''

@@ -165,6 +165,29 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
         assert path.name.startswith(written_by_the_moved_run) or path.read_bytes() == content, path
 
 
+def test_a_step_to_resume_at_holds_for_the_first_attempt_of_torchrun(
+    folder: Path, straight: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones would throw away what the run has done since."""
+    run = folder / "attempts"
+    shutil.copytree(straight[1], run)
+    own = debug(run, "--checkpoint.resume=10", "--training.stop_after=15")
+    assert "resuming at step 10, as checkpoint.resume says" in fork(*own).text
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = launch(*own)
+    assert "resuming at step 15, the newest" in again.text and "moved to" not in again.text
+
+
+def test_a_place_for_checkpoints_is_tried_before_the_run(folder: Path) -> None:
+    for wrong in ("../shared", "/tmp/elsewhere", "."):
+        refused = fork(*debug(folder / "place", f"--checkpoint.folder={wrong}"), status=2)
+        assert "checkpoint.folder" in refused.err and "is not below the run folder" in refused.err
+    (folder / "place").mkdir()
+    (folder / "place/taken").write_text("")
+    refused = fork(*debug(folder / "place", "--checkpoint.folder=taken/deeper"), status=2)
+    assert "cannot be written: Not a directory" in refused.err
+
+
 def test_free_changes_go_on_and_are_said(folder: Path, straight: dict[int, Path]) -> None:
     run = resumed(folder, straight[1], "free", 1, "--optimizer.lr=1e-3", "--metrics.log_freq=5")
     log = (run / "train.log").read_text()
@@ -251,6 +274,10 @@ def test_damaged_checkpoints_are_named_and_nothing_is_deleted(folder: Path, stra
     before = sorted(path for path in run.rglob("*") if "checkpoint" in path.parts)
     refused = fork(*debug(run), status=2)
     assert "no checkpoint is whole (step 20, step 10 in" in refused.err
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "failed" and "no checkpoint is whole" in status["error"], (
+        "or it would be requeued for ever"
+    )
     assert sorted(path for path in run.rglob("*") if "checkpoint" in path.parts) == before
     trusted = fork(*debug(run, "--checkpoint.resume=10", "--checkpoint.verify=never"))
     assert "resuming at step 10" in trusted.text and losses(run) == losses(straight[1])

@@ -1233,10 +1233,13 @@ def write_report(file: Path, seed: int, records: Sequence[Record], seconds: floa
 
 def torture(
     folder: Path, faults: int, seed: int, only: Sequence[str] = (), chain: int | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print, records: list[Record] | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Play chains until so many faults have happened; one chain alone where its number is given."""
-    campaign, records = Campaign(folder), []
+    """Play chains until so many faults have happened; one chain alone where its number is given.
+
+    `records` gets those of each chain that has ended, for whoever may not see the end.
+    """
+    campaign, records = Campaign(folder), [] if records is None else records
     for planned in plan(seed, only):
         if chain is not None and planned.number != chain:
             if planned.number > chain:
@@ -1299,12 +1302,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--report ends in .json or .md")
     if options.faults < 1:
         parser.error("--faults is at least 1")
-    if options.keep and options.keep.exists() and any(options.keep.iterdir()):
-        parser.error(f"--keep {options.keep} is not empty")
+    if options.chain is not None and options.chain < 0:
+        parser.error("--chain is at least 0")
+    if options.report and not options.report.absolute().parent.is_dir():
+        parser.error(f"--report {options.report}: there is no such folder")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="torture-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    records = torture(folder.resolve(), options.faults, options.seed, options.only or (), options.chain)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            parser.error(f"--keep {folder} is not empty")
+    except OSError as error:
+        parser.error(f"--keep {folder}: {error.strerror}")
+    began, records, status = time.monotonic(), [], 0
+    try:
+        torture(folder.resolve(), options.faults, options.seed, options.only or (), options.chain, records=records)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+        print("interrupted: chains that had ended")
     seconds = time.monotonic() - began
     lost = [record for record in records if record.state == "lost"]
     show(f"seed {options.seed}: {happened(records)} faults in {seconds / 60:.1f} minutes", *table(records))
@@ -1314,4 +1328,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"LOST {describe(record)}\n  {folder}; again: --seed {options.seed} --chain {record.chain}")
     if not lost and options.keep is None:
         shutil.rmtree(folder)
-    return int(bool(lost))
+    return status or int(bool(lost))
