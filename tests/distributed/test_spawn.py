@@ -43,5 +43,5 @@ def test_failure_names_the_rank_and_shows_its_traceback():
 def test_a_hang_is_killed_and_its_place_shown():
     start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"did not return(.*\n)*.* in hang"):
-        run_ranks(hang, 1, timeout=12)
-    assert time.monotonic() - start < 30
+        run_ranks(hang, 1, timeout=16)
+    assert time.monotonic() - start < 40
