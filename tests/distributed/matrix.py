@@ -146,7 +146,7 @@ ALL = {cell.name: cell for cell in [*CELLS, *CONTROLS]}
 
 def swapped_shard() -> AbstractContextManager[Any]:
     """Two ranks hold the halves of one weight in the wrong order."""
-    return patch("titan_prores.trainer.init_weights", swap_shards)
+    return patch("titan_prores.build.init_weights", swap_shards)
 
 
 def unreduced_amax() -> AbstractContextManager[Any]:

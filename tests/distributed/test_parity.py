@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.parity import BASELINE, PRORES, STEPS, assert_same_run, train, train_all
 from tests.distributed.spawn import run_ranks
-from titan_prores import trainer as trainer_module
+from titan_prores import build as build_module
 from titan_prores.init import init_weights, match_rules, name_seed
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,10 +46,10 @@ def train_broken(rank: int, world_size: int, overrides: list[str], folder: str) 
     """Both variants, each with a fault of its own."""
     results = {}
     # Drawing what is there already: every rank of the mesh gets the same part.
-    trainer_module.init_weights = draw_in_place
+    build_module.init_weights = draw_in_place
     results["prores"] = train(rank, world_size, [*overrides, *VARIANTS["prores"]], f"{folder}/prores")
     # FSDP's own mean over ranks on top of the division by the global number of labels.
-    trainer_module.init_weights = init_weights
+    build_module.init_weights = init_weights
     FSDPModule.set_gradient_divide_factor = lambda self, factor: None
     results["baseline"] = train(rank, world_size, [*overrides, *VARIANTS["baseline"]], f"{folder}/baseline")
     return results

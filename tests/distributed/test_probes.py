@@ -107,7 +107,8 @@ def streams(
     weights: Mapping[str, torch.Tensor], alpha: list[float], tokens_BS: torch.Tensor, norm: str
 ) -> tuple[list[torch.Tensor], list[list[tuple[torch.Tensor, torch.Tensor]]]]:
     """The stream before and after every block, and for each add what it adds to, and what it adds, in float64."""
-    shape = LlamaConfig(**LlamaConfig.presets({})[0] | {"n_layers": N_LAYERS, "norm": norm})
+    preset = {key: value for key, (value, _) in LlamaConfig.presets({}).items()}
+    shape = LlamaConfig(**preset | {"n_layers": N_LAYERS, "norm": norm})
     model = Llama(shape, vocab_size=weights["output.weight"].shape[0], seq_len=SEQ_LEN)
     model.load_state_dict(weights)
     model.double()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tests.distributed.parity import BASELINE, PRORES, assert_same_run, swap_shards, train, train_all
 from tests.distributed.spawn import run_ranks
-from titan_prores import trainer as trainer_module
+from titan_prores import build as build_module
 from titan_prores.init import init_weights
 
 pytestmark = pytest.mark.slow
@@ -128,9 +128,9 @@ def train_broken(rank: int, world_size: int, overrides: list[str], folder: str) 
     from components.parallelism._styles import STYLES
 
     results = {}
-    trainer_module.init_weights = swap_shards
+    build_module.init_weights = swap_shards
     results["swapped"] = train(rank, world_size, [*overrides, *VARIANTS["sandwich"]], f"{folder}/swapped")
-    trainer_module.init_weights = init_weights
+    build_module.init_weights = init_weights
     STYLES["sequence"] = (UnsummedNorm, Replicate())
     results["unsummed"] = train(rank, world_size, [*overrides, *VARIANTS["sandwich"]], f"{folder}/unsummed")
     return results
