@@ -473,4 +473,5 @@ def test_a_probe_without_held_out_text_is_refused(tmp_path: Path) -> None:
     overrides = ["--dataset.validation_fraction=0", "--metrics.branch_ratio.every_steps=5"]
     finished = fork(*debug(tmp_path / "run"), *overrides, status=2)
     assert "training.seq_len = 64: the validation split has 0 tokens" in finished.err
-    assert not (tmp_path / "run" / "status.json").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
