@@ -152,6 +152,10 @@ class Mesh:
             return values
         return [value]
 
+    def first(self, value: T | None) -> T | None:
+        """The value of the first rank that has one, on all ranks; None where none has. Collective."""
+        return next((found for found in self.gather(value) if found is not None), None)
+
     def new_group(self) -> dist.ProcessGroup:
         """A group of all ranks for collectives on the CPU from a thread of one's own. Collective."""
         return dist.new_group(backend="gloo")

@@ -243,7 +243,7 @@ class Trainer:
         self.records.close()
         self.records.start(self.run, self.step, self.end, self.probing)
         self.last_validation = {}
-        self.stopped = self.stopped or next(filter(None, self.mesh.gather(self.stop_request.name)), None)
+        self.stopped = self.stopped or self.mesh.first(self.stop_request.name)
 
     def _open_loader(self) -> None:
         """Microbatches from the position in the data on."""
@@ -271,7 +271,7 @@ class Trainer:
         for transform in self.transforms:
             transform.after_evaluation()
         if found is None:
-            self.stopped = next(name for name in self.mesh.gather(self.stop_request.name) if name)
+            self.stopped = self.mesh.first(self.stop_request.name)
             logger.info("validation after step %d is cut short by %s", self.step, self.stopped)
             return
         self.last_validation = found
