@@ -37,10 +37,11 @@ def straight(folder: Path) -> dict[int, Path]:
     return runs
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 120) -> object:
-    """The first true value of `condition`."""
+def until(condition: Callable[[], object], what: str, *, of: subprocess.Popen, seconds: float = 120) -> object:
+    """The first true value of `condition`, which the launch `of` is to bring about."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
+        assert of.poll() is None, f"no {what}, the run has ended:\n{finish(of).text}"
         assert time.monotonic() < deadline, f"no {what} after {seconds} s"
         time.sleep(0.02)
     return found
@@ -80,8 +81,8 @@ def held(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterat
     cache = f"--dataset.cache_folder={folder / 'cache'}"
     launched = start(*debug(run, *LONG, "--checkpoint.interval=5", cache), ranks=ranks)
     try:
-        until(lambda: "step-00000005" in published(run), "first checkpoint")
-        *_, writer = until(lambda: writers(launched), "writer")
+        until(lambda: "step-00000005" in published(run), "first checkpoint", of=launched)
+        *_, writer = until(lambda: writers(launched), "writer", of=launched)
         writer.suspend()
         latest = trained(run)
 
@@ -90,9 +91,9 @@ def held(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterat
             steps = [int(path.name.rpartition("-")[2]) for path in unfinished(run)]
             return next((step for step in steps if step > latest or trained(run) >= step + 5), None)
 
-        until(waiting, "save that waits")
+        until(waiting, "save that waits", of=launched)
         time.sleep(0.5)
-        launched.writer, launched.step = writer, until(waiting, "save that waits")
+        launched.writer, launched.step = writer, until(waiting, "save that waits", of=launched)
         yield launched, run
     finally:
         for process in processes_of(launched):
@@ -203,10 +204,23 @@ def test_signals_to_everybody_do_not_keep_the_last_save_from_being_published(
 def test_writing_process_that_is_killed_between_saves_is_replaced(tmp_path: Path) -> None:
     run = tmp_path / "run"
     launched = start(*debug(run, *LONG, "--checkpoint.interval_minutes=0.05", "--checkpoint.interval=1000000"))
-    until(lambda: published(run), "checkpoint")
+    trainer = psutil.Process(launched.pid)
+
+    def held_between_saves() -> bool:
+        """Whether the run is stopped where no save is under way: on a slow machine one follows the other at once."""
+        trainer.suspend()
+        if published(run) and not unfinished(run):
+            return True
+        trainer.resume()
+        return False
+
+    until(lambda: published(run), "checkpoint", of=launched)
+    until(held_between_saves, "time between saves", of=launched)
+    before = published(run)
     (first,) = writers(launched)
     first.kill()
-    until(lambda: len(published(run)) > 1, "second checkpoint")
+    trainer.resume()
+    until(lambda: published(run) != before, "second checkpoint", of=launched)
     (second,) = writers(launched)
     os.kill(launched.pid, signal.SIGTERM)
     stopped = finish(launched)
