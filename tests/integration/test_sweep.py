@@ -96,7 +96,10 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
     finish(start(straight, "--jobs", "2"), 0)
     for name in NAMES:
         assert losses(tmp_path / "straight" / name) == losses(runs / name)
-        ends = [json.loads((tmp_path / each / "results" / f"{name}.json").read_text()) for each in ("runs", "straight")]
+        ends = [
+            json.loads((tmp_path / each / "results" / name / "result.json").read_text())
+            for each in ("runs", "straight")
+        ]
         assert ends[0]["final"] == ends[1]["final"] and ends[0]["step"] == 30
     assert finish(start(straight), 0) == ""
 

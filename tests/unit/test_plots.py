@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titan_prores.errors import ConfigError
 from titan_prores.plots import command
 from titan_prores.plots.runs import difference, ema, load_run, load_runs
 from titan_prores.prores.schedules import SCHEDULES, Schedule
@@ -103,6 +104,21 @@ def test_gap(pair: tuple[Path, Path]) -> None:
     assert steps.tolist() == [10, 20, 30, 40]
 
 
+def test_gap_of_several_pairs(tmp_path: Path) -> None:
+    for seed, gap in enumerate((-0.25, -0.05)):
+        write_run(tmp_path / f"base-{seed}", shift=seed)
+        write_run(tmp_path / f"prores-{seed}", shift=seed + gap)
+    axis = draw("gap", f"without={tmp_path}/base-*", f"with={tmp_path}/prores-*", "--ema", "0").axes[0]
+    found = lines(axis)
+    assert found["training, EMA(0), mean of 2 pairs"][1] == pytest.approx([-0.15] * STEPS)
+    assert found["held out, mean of 2 pairs"] == ([20, 30, 40], pytest.approx([-0.3] * 3))
+    drawn = [list(line.get_ydata()) for line in axis.lines]
+    for gap in (-0.25, -0.05):  # and each pair
+        assert pytest.approx([gap] * STEPS) in drawn and pytest.approx([2 * gap] * 3) in drawn
+    with pytest.raises(ConfigError, match="a gap is between two runs, or"):
+        draw("gap", f"without={tmp_path}/base-*", f"with={tmp_path}/prores-0")
+
+
 def test_activation(pair: tuple[Path, Path]) -> None:
     figure = draw("activation", f"A={pair[0]}", f"A={pair[1]}")
     panels = [axis for axis in figure.axes if axis.get_title()]
@@ -184,7 +200,7 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
         (["loss", "{base}", "--colour=1"], "--colour: is no option of this command"),
         (["activation", "{base}", "--key", "branch_ratio_ffn"], "has branch_ratio_ffn"),
         (["activation", "{base}", "--key", "loss"], "--key = 'loss': is no list for each layer"),
-        (["gap", "{base}", "X={tmp}/ba[sr]e"], "a gap is between two runs, not"),
+        (["gap", "{base}", "X={tmp}/ba[sr]e"], "a gap is between two runs, or"),
         (["alpha", "--schedule", "lineer"], "did you mean linear?"),
         (["alpha", "--config", "{tmp}/none.toml"], "none.toml"),
         (["cosine", "{base}", "--checkpoints", "1", "2"], "--checkpoints = 1: there is none in"),

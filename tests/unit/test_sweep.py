@@ -14,7 +14,7 @@ import pytest
 
 from titan_prores import config
 from titan_prores.errors import ConfigError, ConfigErrors
-from titan_prores.sweep import command, plan, results, runner, statistics
+from titan_prores.sweep import command, plan, runner, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.results import Result
 from titan_prores.sweep.runner import Book
@@ -187,6 +187,7 @@ def fake_run(folder: Path, steps: int = 20, *, state: str = "finished", loss: fl
     folder.mkdir(parents=True)
     at = status.pop("step", steps)
     (folder / "status.json").write_text(json.dumps({"state": state, "step": at, **status}))
+    (folder / "recipe.toml").write_text(f"[training]\nsteps = {steps}\n")
     rows = [{"step": k, "loss": 5.0 - k / 10, "tokens": 1024 * k, "step_seconds": 0.5} for k in range(1, at + 1)]
     rows.append(
         {"step": at, "validation": True, "validation_loss": loss, "validation_perplexity": math.exp(min(loss, 99.0))}
@@ -204,14 +205,17 @@ def test_a_finished_run_is_read_and_kept(read, tmp_path: Path) -> None:
     assert found.final == {
         "loss": 3.0, "tokens": 20480, "validation_loss": 2.25, "validation_perplexity": math.exp(2.25)
     }  # fmt: skip
-    assert book.metric(run) == 2.25 and found.validation == [[20, 2.25]]
+    assert book.metric(run) == 2.25
     book.keep_all()
     assert book.file(run).stat().st_size < 6000
+    rows = [json.loads(line) for line in (book.file(run).parent / "metrics.jsonl").read_text().splitlines()]
+    assert rows[:2] == [{"step": 1, "loss": 4.9}, {"step": 2, "loss": 4.8}] and len(rows) == 21
+    assert rows[-1] == {"step": 20, "validation": True, "validation_loss": 2.25}
 
     # From the repository alone: the run folder is gone.
     (sweep.folder / run.name).rename(tmp_path / "elsewhere")
     again = Book(sweep).result(run)
-    assert again.state == "finished" and again.final["validation_loss"] == 2.25 and again.loss == found.loss
+    assert again.state == "finished" and again.final["validation_loss"] == 2.25
 
 
 @pytest.mark.parametrize(
@@ -261,11 +265,54 @@ def test_results_of_other_settings_are_refused(read, tmp_path: Path) -> None:
         Book(read("[settings]\nmodel.dim = 32\n")).result(run)
 
 
-def test_series_are_thinned_to_means() -> None:
-    assert results.thinned([(1, 4.0), (2, 2.0), (3, 1.0)], points=2) == [[2, 3.0], [3, 1.0]]
-    assert results.thinned([(1, 4.0)], points=2) == [[1, 4.0]]
-    long = results.thinned([(k, 1.0) for k in range(1, 1602)])
-    assert len(long) == 95 and long[-1] == [1601, 1.0]
+def test_figures_are_drawn_from_the_results_once_all_of_their_runs_have_ended(
+    read, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    pytest.importorskip("matplotlib")
+    plots = """
+[[plots]]
+name = "norms"
+draw = "loss"
+options = ["--ema=0.5"]
+lines = [
+    { label = "pre", axes = { norm = ["pre"], lr = { best_of = "lr", per = ["norm"] }, prores = ["off"] } },
+    { label = "post", axes = { norm = ["post"], lr = { best_of = "lr", per = ["norm"] }, prores = ["off"] } },
+]
+[[plots]]
+name = "schedules"
+draw = "alpha"
+options = ["--schedule=linear", "--layers=3"]
+"""
+    sweep = read(STAGES + plots)
+    for run in sweep.runs_of("lr"):
+        fake_run(sweep.folder / run.name, loss=2.0 + float(run.values["lr"]))
+    command.collect(book := Book(sweep))
+    out = capsys.readouterr().out
+    drawn = sweep.results / "figures"
+    assert "figure norms: waits for" in out and {path.name for path in drawn.iterdir()} == {
+        "schedules.png", "schedules.svg"
+    }  # fmt: skip
+    for lines in sweep.runs_of_plot("norms", book.metric).values():
+        assert [(run.values["lr"], run.values["seed"]) for run in lines] == [("0.0005", "0"), ("0.0005", "1")]
+        fake_run(sweep.folder / lines[1].name)
+    command.collect(Book(sweep))
+    assert "waits" not in capsys.readouterr().out and (drawn / "norms.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("plot", "problem"),
+    [
+        ('name = "a/b"\ndraw = "alpha"', "a figure cannot have this name"),
+        ('name = "a"\ndraw = "alpa"', "scripts/plot.py does not take this"),
+        ('name = "a"\ndraw = "loss"\nlines = [{ label = "x", axes = { norm = ["prr"] } }]', "did you mean pre?"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused_before_any_run(
+    tmp_path: Path, plot: str, problem: str, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "sweep.toml").write_text(FILE.replace("RECIPE", str(DEBUG)) + f"[[plots]]\n{plot}\n")
+    assert command.main([str(tmp_path / "sweep.toml"), "--dry-run"]) == 2
+    assert problem in capsys.readouterr().err
 
 
 # --- What they show ---------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 OUT = Path("outputs/figures")
 DECAY = 0.99
 POINTS = 400  # of a schedule's curve
-ONE_RUN = "a run folder, or LABEL=FOLDER"
-RUNS = f"{ONE_RUN}; a pattern stands for several"
+RUNS = "a run folder, or LABEL=FOLDER; a pattern stands for several"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     losses = command(loss)
     losses.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     gaps = command(gap)
-    gaps.add_argument("runs", nargs=2, metavar=("BASELINE", "RUN"), help=ONE_RUN)
+    gaps.add_argument("runs", nargs="+", metavar="RUN", help=f"the baseline, then the other: {RUNS}")
     for each in (losses, gaps):
         each.add_argument("--ema", type=_share, default=DECAY, metavar="DECAY", help=f"of the moving average ({DECAY})")
     norms = command(activation)
@@ -201,22 +200,35 @@ def _has(run: Run, key: str) -> bool:
 
 
 def gap(options: argparse.Namespace) -> Figure:
-    """Loss of one run minus that of another, in training and on held-out text (Fig. 5)."""
-    first, second = load_pair(options.runs)
-    validated = _has(first, "validation_loss") and _has(second, "validation_loss")
-    validation = difference(first, second, "validation_loss") if validated else None
-    return figures.loss_gap(difference(first, second, "loss"), validation, (first.label, second.label), options.ema)
+    """Loss of one run minus that of another, in training and on held-out text (Fig. 5).
+
+    Several runs of either label, such as one a seed, make pairs in their order; their mean is drawn too.
+    """
+    labels, pairs = pair_up(load_runs(options.runs))
+    training = [difference(*pair, "loss") for pair in pairs]
+    validated = all(_has(run, "validation_loss") for pair in pairs for run in pair)
+    validation = [difference(*pair, "validation_loss") for pair in pairs] if validated else []
+    return figures.loss_gap(training, validation, labels, options.ema)
 
 
-def load_pair(arguments: Sequence[str]) -> tuple[Run, Run]:
-    """Two runs.
+def pair_up(runs: Sequence[Run]) -> tuple[tuple[str, str], list[tuple[Run, Run]]]:
+    """Both labels, and the runs of the first with those of the second.
 
     Raises:
-        ConfigError: a pattern stands for several.
+        ConfigError: there are not as many of each, or not two labels; two runs need none.
     """
-    if len(runs := load_runs(arguments)) != 2:
-        raise ConfigError("RUN", f"a gap is between two runs, not {len(runs)}", value=list(arguments))
-    return runs[0], runs[1]
+    if len(runs) == 2:
+        return (runs[0].label, runs[1].label), [(runs[0], runs[1])]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.label, []).append(run)
+    if len(groups) != 2 or len({len(group) for group in groups.values()}) != 1:
+        raise ConfigError(
+            "RUN", "a gap is between two runs, or between as many runs of one label as of another",
+            value={label: len(group) for label, group in groups.items()},
+        )  # fmt: skip
+    first, second = groups.values()
+    return tuple(groups), list(zip(first, second, strict=True))
 
 
 def activation(options: argparse.Namespace) -> Figure:

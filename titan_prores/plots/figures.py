@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,10 @@ STYLE: dict[str, Any] = {
     "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
     "legend.fontsize": 9, "legend.title_fontsize": 9, "legend.frameon": False, "lines.linewidth": 1.6,
     "lines.markersize": 5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.dpi": 100, "savefig.dpi": 200,
+    "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.dpi": 100, "savefig.dpi": 140,
     "svg.hashsalt": "titan-prores",
 }  # fmt: skip
+Series = tuple[np.ndarray, np.ndarray]  # steps and values, [N] each
 PANEL_INCHES = (4.2, 3.0)
 HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 1.4, "markersize": 6}  # what lies below shows through
 STEP, LOSS = "optimizer step", "loss (nats per token)"
@@ -146,29 +148,40 @@ def loss_curves(runs: Sequence[tuple[str, Curve]], decay: float) -> Figure:
     return figure
 
 
-def loss_gap(
-    training: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray] | None, labels: tuple[str, str],
-    decay: float,
-) -> Figure:  # fmt: skip
+def loss_gap(training: Sequence[Series], validation: Sequence[Series], labels: tuple[str, str], decay: float) -> Figure:
     """The second run's loss minus the first's: averaged over training, and on held-out text.
 
     Args:
-        training: steps and gaps, [N] each.
+        training: gaps of each pair of runs.
         validation: the same of held-out loss, if there is any.
         labels: of both runs.
         decay: of the moving average.
     """
+    averaged = [(steps, ema(gaps, decay)) for steps, gaps in training]
     with styled():
         figure, (axis,) = _panels(1, 1, wide=6.4, high=4.0)
         axis.axhline(0, color="#444444", linewidth=0.8)
-        steps, gaps = training
-        axis.plot(steps, ema(gaps, decay), color=COLOURS[0], label=f"training, EMA({decay:g})")
-        if validation is not None:
-            axis.plot(*validation, "o-", color=COLOURS[1], markeredgecolor="white", label="held out")
+        for pairs, colour, form, label in (
+            (averaged, COLOURS[0], "-", f"training, EMA({decay:g})"), (validation, COLOURS[1], "o-", "held out"),
+        ):  # fmt: skip
+            if len(pairs) > 1:
+                for pair in pairs:
+                    axis.plot(*pair, color=colour, alpha=0.35, linewidth=0.8)
+                label += f", mean of {len(pairs)} pairs"
+            if pairs:
+                axis.plot(*_mean(pairs), form, color=colour, markeredgecolor="white", label=label)
+        if len(training) > 1:
+            axis.plot([], [], color="#777777", alpha=0.6, linewidth=0.8, label="each pair")
         _steps(axis)
         axis.set_ylabel(f"loss difference (nats per token)\n{labels[1]} minus {labels[0]}")
         axis.legend()
     return figure
+
+
+def _mean(series: Sequence[Series]) -> Series:
+    """Mean of several at the steps that all of them have."""
+    common = functools.reduce(np.intersect1d, (steps for steps, _ in series))
+    return common, np.mean([values[np.isin(steps, common)] for steps, values in series], axis=0)
 
 
 def cosines(lines: Sequence[tuple[str, Sequence[float]]], note: str) -> Figure:

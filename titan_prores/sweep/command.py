@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titan_prores import cli
 from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.plots import command as plots
 from titan_prores.sweep import plan, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.runner import Book, Runner, command, slurm_script
@@ -99,6 +100,7 @@ def _sweep(options: argparse.Namespace) -> Sweep:
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     sweep = _sweep(options)
+    check_plots(sweep)
     book = Book(sweep, retry_failed=options.retry_failed)
     if options.list:
         _list(book)
@@ -110,7 +112,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             if options.only:  # other processes may be at it: the tables are left to --collect
                 return Runner(book, options.jobs, _say).run(options.only)
             write_tables(book)
-            return Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
+            status = Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
+            draw(book)
+            return status
         left = [run for run in book.runs() if run.waits or not book.result(run).ended]
         ready = [run for run in left if not run.waits]
         if options.slurm:
@@ -143,9 +147,41 @@ def _list(book: Book) -> None:
 
 
 def collect(book: Book) -> None:
-    """Keep the result of every run that has ended, write the tables and print them."""
+    """Keep the result of every run that has ended, write the tables and print them, and draw the figures."""
     book.keep_all()
     print(write_tables(book), end="")
+    draw(book)
+
+
+def check_plots(sweep: Sweep) -> None:
+    """See that scripts/plot.py would take what the sweep asks of it, before any run is started.
+
+    Raises:
+        ConfigError: it would not, for the reason that argparse has printed.
+    """
+    for plot in sweep.file.plots:
+        try:
+            plots.parser().parse_args([plot.draw, *(f"{line.label}=run" for line in plot.lines), *plot.options])
+        except SystemExit:
+            raise ConfigError(
+                f"plots.{plot.name}", "scripts/plot.py does not take this", value=[plot.draw, *plot.options]
+            ) from None
+
+
+def draw(book: Book) -> None:
+    """Draw every figure whose runs have all ended, and say which have to wait."""
+    sweep = book.sweep
+    for plot in sweep.file.plots:
+        lines = sweep.runs_of_plot(plot.name, book.metric)
+        runs = [(label, run) for label, found in lines.items() for run in found]
+        left = sum(run.waits or not book.result(run).ended for _, run in runs)
+        if left:
+            print(f"figure {plot.name}: waits for {left} runs")
+            continue
+        plots.main([
+            plot.draw, *(f"{label}={book.file(run).parent}" for label, run in runs), *plot.options,
+            f"--out={sweep.results / 'figures'}", f"--name={plot.name}",
+        ])  # fmt: skip
 
 
 def write_tables(book: Book) -> str:

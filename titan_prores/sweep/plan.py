@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,22 @@ class Beside(Section):
     cells: dict[str, str] = setting(help="value of that axis -> what to show")
 
 
+class Line(Section):
+    """Runs that share a label in a figure."""
+
+    label: str = setting(help="what the legend calls them", min_length=1)
+    axes: dict[str, Any] = setting(help="as of a grid", min_length=1)
+
+
+class Plot(Section):
+    """One figure, drawn from the results once all of its runs have ended."""
+
+    name: str = setting(help="of its files, in the folder figures of the results", min_length=1)
+    draw: str = setting(help="a command of scripts/plot.py", min_length=1)
+    options: tuple[str, ...] = setting((), "what else the command takes")
+    lines: tuple[Line, ...] = setting((), "its runs")
+
+
 class SweepFile(Section):
     """A sweep as its TOML file describes it."""
 
@@ -56,6 +72,10 @@ class SweepFile(Section):
     folder: str = setting(help="run folders go below it", min_length=1)
     results: str | None = setting(
         None, "folder of the small files that tables are made of, relative to this file; default below `folder`"
+    )
+    keep: tuple[str, ...] = setting(
+        ("loss", "validation_loss"),
+        "keys of metrics.jsonl whose values are kept with a result, of every step, for scripts/plot.py to draw",
     )
     report: str | None = setting(None, "a file with marks that tables are written between, relative to this file")
     ranks: int = setting(1, "processes of each run, more than one by torchrun", ge=1)
@@ -70,6 +90,7 @@ class SweepFile(Section):
     grids: tuple[Grid, ...] = setting((), "blocks of runs, in the order they are run; default all axes x seeds")
     exclude: tuple[dict[str, Any], ...] = setting((), "runs to leave out: axis -> value or values, all must fit")
     beside: tuple[Beside, ...] = setting((), "columns of figures from elsewhere")
+    plots: tuple[Plot, ...] = setting((), "figures to draw from the results")
 
 
 @dataclass(frozen=True)
@@ -150,7 +171,7 @@ class Sweep:
         for grid in file.grids or [self._everything()]:
             if grid.name in self.grids:
                 self._refuse("grids", "two grids have this name", value=grid.name)
-            self.grids[grid.name] = self._axes_of(grid)
+            self.grids[grid.name] = self._choices(f"grids.{grid.name}", grid.axes)
         for number, rule in enumerate(file.exclude):
             for axis, values in rule.items():
                 for value in values if isinstance(values, tuple) else (values,):
@@ -158,6 +179,15 @@ class Sweep:
         for beside in file.beside:
             for axis, value in [*beside.where.items(), *((beside.axis, value) for value in beside.cells)]:
                 self._label("beside", axis, value)
+        # figure -> label -> axes
+        self.plots: dict[str, dict[str, dict[str, list[str] | BestOf]]] = {}
+        for plot in file.plots:
+            if plot.name in self.plots or not _NAME.fullmatch(plot.name):
+                self._refuse("plots", "a figure cannot have this name", value=plot.name, allowed="each name once, of "
+                             "letters, digits, . _ + and -")  # fmt: skip
+            self.plots[plot.name] = {
+                line.label: self._choices(f"plots.{plot.name}.{line.label}", line.axes) for line in plot.lines
+            }
         if self._errors:
             raise ConfigErrors(self._errors)
         self.planned = self._plan()
@@ -226,15 +256,15 @@ class Sweep:
             )
         return text
 
-    def _axes_of(self, grid: Grid) -> dict[str, list[str] | BestOf]:
+    def _choices(self, place: str, axes: Mapping[str, Any]) -> dict[str, list[str] | BestOf]:
+        """Axis -> its values, of the axes of a grid."""
         found: dict[str, list[str] | BestOf] = {}
-        place = f"grids.{grid.name}"
-        for axis, values in grid.axes.items():
+        for axis, values in axes.items():
             key = f"{place}.{axis}"
             if not self._known_axis(key, axis):
                 continue
             if isinstance(values, Mapping):
-                found[axis] = self._best_of(key, axis, values, grid)
+                found[axis] = self._best_of(key, axis, values, axes)
             elif values == "all":
                 found[axis] = [str(seed) for seed in self.file.seeds] if axis == SEED else list(self.axes[axis])
             elif isinstance(values, (list, tuple)) and values:
@@ -244,7 +274,7 @@ class Sweep:
         found.setdefault(SEED, [str(seed) for seed in self.file.seeds])
         return found
 
-    def _best_of(self, key: str, axis: str, table: Mapping[str, Any], grid: Grid) -> BestOf:
+    def _best_of(self, key: str, axis: str, table: Mapping[str, Any], axes: Mapping[str, Any]) -> BestOf:
         source, per = table.get("best_of"), table.get("per", ())
         earlier = self.grids.get(source) if isinstance(source, str) else None
         if set(table) - {"best_of", "per"} or not isinstance(source, str) or not isinstance(per, (list, tuple)):
@@ -257,21 +287,21 @@ class Sweep:
             self._refuse(key, f"that grid does not try values of {axis}", value=source)
         else:
             for other in per:
-                if other not in earlier or other not in grid.axes or other in (axis, SEED):
+                if other not in earlier or other not in axes or other in (axis, SEED):
                     self._refuse(key, "per names an axis that the two grids do not share", value=other)
         return BestOf(str(source), tuple(map(str, per)))
 
     # --- Its runs -----------------------------------------------------------------------------------------------
 
     def _plan(self) -> list[Run]:
-        seen: dict[str, Run] = {}
-        for grid, axes in self.grids.items():
-            choices = [values if isinstance(values, list) else [values] for values in axes.values()]
-            for combination in itertools.product(*choices):
-                run = self._run(grid, dict(zip(axes, combination, strict=True)))
-                if not self._excluded(run):
-                    seen.setdefault(run.name, run)
-        return list(seen.values())
+        return _once(run for grid, axes in self.grids.items() for run in self._combinations(grid, axes))
+
+    def _combinations(self, grid: str, axes: Mapping[str, list[str] | BestOf]) -> Iterator[Run]:
+        choices = [values if isinstance(values, list) else [values] for values in axes.values()]
+        for combination in itertools.product(*choices):
+            run = self._run(grid, dict(zip(axes, combination, strict=True)))
+            if not self._excluded(run):
+                yield run
 
     def _run(self, grid: str, values: Mapping[str, str | BestOf]) -> Run:
         return Run(grid, {axis: values[axis] for axis in (*self.axes, SEED) if axis in values})
@@ -289,16 +319,25 @@ class Sweep:
         Args:
             metric: what became of a run.
         """
-        found: dict[str, Run] = {}
-        for planned in self.planned:
+        return self._decided(self.planned, metric)
+
+    def runs_of_plot(self, name: str, metric: Metric) -> dict[str, list[Run]]:
+        """Label -> runs of a figure, those that the sweep has."""
+        known = {run.name for run in self.runs(metric)}
+        return {
+            label: [run for run in self._decided(self._combinations(name, axes), metric) if run.name in known]
+            for label, axes in self.plots[name].items()
+        }
+
+    def _decided(self, planned: Iterable[Run], metric: Metric) -> list[Run]:
+        found = []
+        for run in planned:
             values = {
-                axis: self._best(planned, axis, value, metric) or value if isinstance(value, BestOf) else value
-                for axis, value in planned.values.items()
+                axis: self._best(run, axis, value, metric) or value if isinstance(value, BestOf) else value
+                for axis, value in run.values.items()
             }
-            run = Run(planned.grid, values)
-            if not self._excluded(run):
-                found.setdefault(run.name, run)
-        return list(found.values())
+            found.append(Run(run.grid, values))
+        return _once(run for run in found if not self._excluded(run))
 
     def _best(self, run: Run, axis: str, choice: BestOf, metric: Metric) -> str | None:
         """The value of `axis` with the lowest mean metric; None while there is none.
@@ -316,12 +355,7 @@ class Sweep:
 
     def runs_of(self, grid: str) -> Iterator[Run]:
         """The runs of a grid, those included that an earlier grid has too."""
-        axes = self.grids[grid]
-        choices = [values if isinstance(values, list) else [values] for values in axes.values()]
-        for combination in itertools.product(*choices):
-            run = self._run(grid, dict(zip(axes, combination, strict=True)))
-            if not self._excluded(run):
-                yield run
+        return self._combinations(grid, self.grids[grid])
 
     def overrides(self, run: Run) -> list[str]:
         """The command-line arguments that make the recipe this run's; values not known yet are left out."""
@@ -333,6 +367,14 @@ class Sweep:
                 changes |= self.axes[axis][value]
         changes["job.dump_folder"] = str(self.folder / run.name)
         return [f"--{key}={_argument(value)}" for key, value in changes.items()]
+
+
+def _once(runs: Iterable[Run]) -> list[Run]:
+    """The first of each name."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        found.setdefault(run.name, run)
+    return list(found.values())
 
 
 _NAME = re.compile(r"[A-Za-z0-9._+-]+")

@@ -1,11 +1,11 @@
-"""What became of a run: read from its folder, and kept in one small file that is enough for every table."""
+"""What became of a run: read from its folder, and kept in a small one that is enough for every table and figure."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,16 @@ from typing import Any
 from titan_prores.config import dotted
 from titan_prores.errors import ConfigError, shown
 from titan_prores.recipe import Recipe, flatten
+from titan_prores.run_folder import RunFolder, read_rows
 
 ENDED = ("finished", "diverged", "failed")
-# The loss of every step would be most of a result's bytes; so many means over equal stretches show its course.
-POINTS = 100
 # Sections of a recipe that change nothing about what is learned.
 FREE_SECTIONS = ("job", "checkpoint", "metrics", "comm", "profiling")
+# What a row of metrics.jsonl has beside what was measured.
+ROW_MARKS = ("step", "validation", "skipped")
+FILE = "result.json"
+DIGITS = 7  # of a result: more than any difference between seeds needs
+COURSE_DIGITS = 5  # of a step's values, of which there are many
 NOTE = "sweep.json"  # in the run folder: what the sweep started there
 
 
@@ -34,8 +38,6 @@ class Result:
         steps: of the whole run.
         final: last training loss, last validation loss and perplexity, the metric compared, tokens trained on.
         error: why it diverged or failed.
-        validation: [step, loss] of each validation.
-        loss: [last step, mean training loss] of up to POINTS equal stretches.
         seconds: spent in steps; validation and checkpoints are not in it.
         recipe: the settings that the result depends on, to notice when the sweep has changed.
         surroundings: versions, CPU and commit.
@@ -48,8 +50,6 @@ class Result:
     steps: int = 0
     final: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    validation: list[list[float]] = field(default_factory=list)
-    loss: list[list[float]] = field(default_factory=list)
     seconds: float = 0.0
     recipe: dict[str, Any] = field(default_factory=dict)
     surroundings: dict[str, Any] = field(default_factory=dict)
@@ -66,14 +66,9 @@ class Result:
 
     def write(self, file: Path) -> None:
         """One key a line, so that a change of one is one line of a diff."""
-        values = asdict(self) | {
-            key: _rounded(getattr(self, key)) for key in ("final", "validation", "loss", "seconds")
-        }
+        values = asdict(self) | {key: _rounded(getattr(self, key)) for key in ("final", "seconds")}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        temporary.replace(file)
+        _write(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read(file: Path) -> Result:
@@ -88,6 +83,33 @@ def read(file: Path) -> Result:
         return result
     except (ValueError, TypeError) as error:
         raise ConfigError("", f"is no result of a run: {error}", value=str(file)) from error
+
+
+def keep_course(run_folder: Path, folder: Path, keys: Sequence[str]) -> None:
+    """Put the recipe of a run and its rows, as far as they have one of the keys, where scripts/plot.py finds them.
+
+    Args:
+        run_folder: of the run.
+        folder: to write them into.
+        keys: of metrics.jsonl.
+    """
+    run = RunFolder(run_folder, is_main=False)
+    lines = []
+    for row in read_rows(run.metrics_file):
+        if any(key in row for key in keys):
+            kept = {key: value for key, value in row.items() if key in (*keys, *ROW_MARKS)}
+            lines.append(json.dumps(_rounded(kept, COURSE_DIGITS), separators=(",", ":")) + "\n")
+    kept = RunFolder(folder, is_main=False)
+    _write(kept.metrics_file, "".join(lines))
+    if run.recipe_file.exists():
+        _write(kept.recipe_file, run.recipe_file.read_text(encoding="utf-8"))
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -121,7 +143,7 @@ def look(
     if status is None:
         return result
     result.step, state = status.get("step", 0), status.get("state")
-    rows = list(_rows(folder / "metrics.jsonl"))
+    rows = list(read_rows(folder / "metrics.jsonl"))
     steps = [row for row in rows if not row.get("validation")]
     result.seconds = sum(row.get("step_seconds", 0.0) for row in steps)
     if state == "failed":
@@ -132,9 +154,6 @@ def look(
         return result
     else:
         result.state = "finished"
-    validations = [row for row in rows if row.get("validation")]
-    result.validation = [[row["step"], float(row["validation_loss"])] for row in validations]
-    result.loss = thinned([(row["step"], float(row["loss"])) for row in steps])
     if steps:
         result.final |= {"loss": float(steps[-1]["loss"]), "tokens": steps[-1]["tokens"]}
     last = next((row for row in reversed(rows) if metric in row), {})
@@ -151,31 +170,6 @@ def look(
     return result
 
 
-def thinned(series: list[tuple[int, float]], points: int = POINTS) -> list[list[float]]:
-    """Means over at most `points` equal stretches of a series of (step, value), each at its last step."""
-    stretch = max(math.ceil(len(series) / points), 1)
-    found = []
-    for first in range(0, len(series), stretch):
-        part = series[first : first + stretch]
-        found.append([part[-1][0], sum(value for _, value in part) / len(part)])
-    return found
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; a last line that a killed run left unfinished is passed over."""
-    found = []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
 def _json(file: Path) -> dict[str, Any] | None:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -190,12 +184,12 @@ def _surroundings(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "torch": versions.get("torch"), "python": versions.get("python"), "commit": commit}
 
 
-def _rounded(value: Any) -> Any:
-    """Floats to seven digits, which is more than any difference between seeds needs; the not finite as strings."""
+def _rounded(value: Any, digits: int = DIGITS) -> Any:
+    """Floats to so many digits; the not finite as strings."""
     if isinstance(value, Mapping):
-        return {key: _rounded(inner) for key, inner in value.items()}
+        return {key: _rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(inner) for inner in value]
+        return [_rounded(inner, digits) for inner in value]
     if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else str(value)
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
     return value

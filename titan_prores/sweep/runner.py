@@ -97,11 +97,13 @@ class Book:
         return self.result(run).metric(self.sweep.file.metric)
 
     def file(self, run: Run) -> Path:
-        return self.sweep.results / f"{run.name}.json"
+        return self.sweep.results / run.name / results.FILE
 
     def keep(self, run: Run, result: Result) -> None:
-        """Write the result of a run that has ended."""
-        result.write(self.file(run))
+        """Write the result of a run that has ended, and what it has measured on the way."""
+        file = self.file(run)
+        results.keep_course(self.sweep.folder / run.name, file.parent, self.sweep.file.keep)
+        result.write(file)
         self._ended[run.name] = results.read(self.file(run))
 
     def keep_all(self) -> None:

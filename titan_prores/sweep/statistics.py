@@ -161,10 +161,15 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
     ]
     used = [index for index in range(len(columns)) if any(row(sweep, cell)[index] for cell in found)]
 
-    def table(some: Sequence[Cell]) -> str:
-        lines = [row(sweep, cell) for cell in some]
-        return markdown([columns[index] for index in used], [[line[index] for index in used] for line in lines])
+    beside = {each.column for each in sweep.file.beside}
 
+    def table(some: Sequence[Cell]) -> str:
+        # Figures from elsewhere stand beside what they can be compared with.
+        shown = [index for index in used if some is not alone or columns[index] not in beside]
+        lines = [row(sweep, cell) for cell in some]
+        return markdown([columns[index] for index in shown], [[line[index] for index in shown] for line in lines])
+
+    alone: list[Cell] = []
     if not sweep.pair:
         return "\n".join([*parts, table(found)]) if found else parts[0]
     compared = [cell for cell in found if cell.baseline and cell.treatment]
