@@ -1,6 +1,6 @@
 """Run a function on several ranks, each a process of its own with a gloo process group.
 
-Starting the processes costs seconds, mostly imports: spawn once a test file and check many things inside.
+They are forked from a process that has loaded torch; making a process group and a model takes a second all the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+
+from tests.forkserver import forkserver, settle
 
 # How long the ranks beside a failed one get to fail by themselves, so that their tracebacks are seen too.
 GRACE_SECONDS = 5.0
@@ -41,11 +43,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         RanksFailed: with the traceback of each failed rank, the earliest failure first; of a rank that hung, where.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         processes = [
-            context.Process(target=_rank_main, args=(function, rank, world_size, args, folder, timeout), daemon=True)
+            forkserver().Process(
+                target=_rank_main,
+                args=(function, rank, world_size, args, folder, timeout, dict(os.environ)),
+                daemon=True,
+            )
             for rank in range(world_size)
         ]
         try:
@@ -98,16 +103,15 @@ def _problem(rank: int, process: multiprocessing.process.BaseProcess, folder: Pa
 
 
 def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float
-) -> None:
+    function: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float,
+    environment: dict[str, str],
+) -> None:  # fmt: skip
+    settle({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     stack = (folder / f"stack_{rank}").open("w")
     faulthandler.dump_traceback_later(max(timeout - 5, timeout / 2), file=stack)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     try:
-        import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/rendezvous",

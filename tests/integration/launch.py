@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import functools
 import json
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -21,17 +18,16 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 
 from tests.distributed.spawn import turn, wait
+from tests.forkserver import REPOSITORY, forkserver, settle
 
-REPOSITORY = Path(__file__).parents[2]
 MARK = "TITAN_PRORES_TEST_LAUNCH"
 TRAIN = REPOSITORY / "scripts" / "train.py"
 CORPUS = REPOSITORY / "tests" / "data" / "corpus.txt"
@@ -162,42 +158,34 @@ def forked(
         streams: rank -> the files that its output and its errors are added to.
         cwd: where to run it; the repository where it is not given.
     """
-    context, ranks = _forkserver(), len(streams)
+    ranks = len(streams)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         of_all = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": unused.getsockname()[1]}
     of_each = [of_all | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)] if ranks > 1 else [{}]
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    inherited["OMP_NUM_THREADS"] = "1"
     return [
-        context.Process(target=_train, args=(list(arguments), variables, cwd or REPOSITORY, list(own)))
+        forkserver().Process(
+            target=_train,
+            args=(
+                list(arguments),
+                inherited | {name: str(value) for name, value in variables.items()},
+                cwd or REPOSITORY,
+                list(own),
+            ),
+        )
         for variables, own in zip(of_each, streams, strict=True)
     ]
 
 
-@functools.cache
-def _forkserver() -> Any:
-    """The parent of forked ranks, which imports once what they all need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.integration.preloaded"])
-    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    with patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
-def _train(arguments: Sequence[str], variables: dict[str, Any], cwd: Path, streams: Sequence[Path]) -> None:
+def _train(arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
     """scripts/train.py in this process, which ends with its exit status."""
-    import torch
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    settle(environment)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.set_start_method(None, force=True)  # a fork server's child would start its own workers by another
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    for name in LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ |= {name: str(value) for name, value in variables.items()}
-    torch.set_num_threads(1)
     os.chdir(cwd)
     sys.argv = [str(TRAIN), *arguments]
     try:

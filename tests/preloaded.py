@@ -5,7 +5,8 @@ import importlib
 from titan_prores import registry
 
 for name in (
-    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torchdata.stateful_dataloader", "components.checkpoint._tensors", "titan_prores.cli", "titan_prores.trainer",
     "tests.integration.launch",
 ):  # fmt: skip
