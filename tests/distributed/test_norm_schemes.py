@@ -23,11 +23,16 @@ SCHEMES = {norm: [f"--model.norm={norm}"] for norm in NORM_SCHEMES}
 # Those that bring what no other has: a factor as a tensor, a norm on the embedding, two kinds of layers, two factors.
 COMPILED = ["lns", "peri", "mix", "deepscale"]
 TP = "--parallelism.tensor_parallel_degree=2"
+AT_ONCE = "--training.local_batch_size=8"  # the batch of a data rank as one microbatch
 AOT = ["--transforms.compile.backend=aot_eager", "--transforms.activation_checkpoint.mode=selective"]
 # Number of ranks -> name -> overrides and schemes.
 LAYOUTS: dict[int, dict[str, tuple[list[str], list[str]]]] = {
-    1: {"one": ([], list(SCHEMES))},
-    2: {"fsdp2": ([], list(SCHEMES)), "tp2": ([TP], list(SCHEMES)), "tp2-compiled": ([TP, *AOT], COMPILED)},
+    1: {"one": ([AT_ONCE], list(SCHEMES))},
+    2: {
+        "fsdp2": ([], list(SCHEMES)),
+        "tp2": ([TP, AT_ONCE], list(SCHEMES)),
+        "tp2-compiled": ([TP, AT_ONCE, *AOT], COMPILED),
+    },
 }
 
 

@@ -25,9 +25,10 @@ VARIANTS = {
         f"{SCHEDULE}.every_steps=1", f"{SCHEDULE}.tolerance={TOLERANCE}",
     ],
 }  # fmt: skip
+AT_ONCE = "--training.local_batch_size=16"  # the batch of a data rank as one microbatch
 LAYOUTS = {
     "fsdp2": ["--parallelism.data_parallel_shard_degree=2"],
-    "tp2": ["--parallelism.tensor_parallel_degree=2"],
+    "tp2": ["--parallelism.tensor_parallel_degree=2", AT_ONCE],
 }
 TRANSFORMS = ["--transforms.compile.enabled=true", "--transforms.activation_checkpoint.mode=full"]
 
@@ -102,6 +103,9 @@ def test_four_ranks_compiled_and_recomputed(folder: Path, reference: dict[str, A
         "fsdp2xtp2": ["--parallelism.data_parallel_shard_degree=2", "--parallelism.tensor_parallel_degree=2"],
         "hsdp": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
     }
-    variants = {name: [*own, *VARIANTS["learned"], *TRANSFORMS] for name, own in layouts.items()}
+    variants = {
+        name: [*own, "--training.local_batch_size=8", *VARIANTS["learned"], *TRANSFORMS]
+        for name, own in layouts.items()
+    }
     for run in run_ranks(train_all, 4, [], str(folder / "four"), variants, timeout=400)[0].values():
         assert_same_run(run, reference["learned"])
