@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.launch import debug, finish, launch, losses, processes_of, start
+from tests.integration.launch import debug, finish, fork, losses, processes_of, start
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -33,7 +33,7 @@ def straight(folder: Path) -> dict[int, Path]:
     """Rank count -> run folder of 20 steps that wait for their checkpoints, of steps 10 and 20."""
     runs = {ranks: folder / f"straight-{ranks}" for ranks in (1, 2)}
     for ranks, run in runs.items():
-        launch(*debug(run), ranks=ranks)
+        fork(*debug(run), ranks=ranks)
     return runs
 
 
@@ -107,7 +107,7 @@ def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(
     ranks: int, mode: str, folder: Path, straight: dict[int, Path]
 ) -> None:
     run = folder / f"beside-{ranks}-{mode}"
-    launch(*debug(run, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2"), ranks=ranks)
+    fork(*debug(run, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2"), ranks=ranks)
     assert losses(run) == losses(straight[ranks])
     for step in (10, 20):
         ours, theirs = (path / f"checkpoint/step-{step:08d}" for path in (run, straight[ranks]))
@@ -119,7 +119,7 @@ def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(
     shutil.copytree(run, stopped)
     for step in range(12, 21, 2):
         shutil.rmtree(stopped / f"checkpoint/step-{step:08d}")
-    launch(*debug(stopped), ranks=ranks)  # from a checkpoint that was copied while the next step was on its way
+    fork(*debug(stopped), ranks=ranks)  # from a checkpoint that was copied while the next step was on its way
     assert losses(stopped) == losses(straight[ranks])
 
 
@@ -128,7 +128,7 @@ def test_failure_of_a_writer_beside_training_ends_the_run(mode: str, tmp_path: P
     """At the next update, not at the end; what was published before stays."""
     (tmp_path / "full.py").write_text(FULL_DISK)
     own = [f"--import={tmp_path / 'full.py'}", f"--checkpoint.async_mode={mode}", "--checkpoint.interval=4"]
-    failed = launch(*debug(tmp_path / "run", *own, "--training.steps=100"), status=1)
+    failed = fork(*debug(tmp_path / "run", *own, "--training.steps=100"), status=1)
     assert "checkpoint of step 8 cannot be written" in failed.err and "No space left" in failed.err
     assert published(tmp_path / "run") == ["step-00000004"] and not unfinished(tmp_path / "run")
     assert max(losses(tmp_path / "run")) < 100
@@ -162,7 +162,7 @@ def test_writing_process_that_is_killed_ends_the_run(held: tuple[subprocess.Pope
     assert f"checkpoint of step {launched.step} cannot be written" in failed.err
     assert "the writing process has ended: killed by SIGKILL" in failed.err
     assert published(run) == before and not unfinished(run)
-    assert f"resuming at step {int(before[-1][5:])}" in launch(*debug(run, *LONG[1:], "--training.steps=12")).text
+    assert f"resuming at step {int(before[-1][5:])}" in fork(*debug(run, *LONG[1:], "--training.steps=12")).text
 
 
 def test_what_the_writing_process_meets_is_what_the_run_says(held: tuple[subprocess.Popen, Path]) -> None:
@@ -209,6 +209,7 @@ def test_writing_process_that_is_killed_between_saves_is_replaced(tmp_path: Path
     def held_between_saves() -> bool:
         """Whether the run is stopped where no save is under way: on a slow machine one follows the other at once."""
         trainer.suspend()
+        until(lambda: trainer.status() == psutil.STATUS_STOPPED, "stop", of=launched)
         if published(run) and not unfinished(run):
             return True
         trainer.resume()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import CORPUS, debug, launch, losses
+from tests.integration.launch import CORPUS, debug, fork, losses
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -25,7 +25,7 @@ def test_resumes_on_two_ranks_of_hsdp_in_the_middle_of_the_third_epoch_or_later(
     (tmp_path / "short.txt").write_text(CORPUS.read_text()[:12_000])
     text = [f"--dataset.files=['{tmp_path / 'short.txt'}']", f"--training.steps={LAST}"]
     control, moved = tmp_path / "control", tmp_path / "moved"
-    launch(*debug(control, *text, f"--checkpoint.interval={STOPPED}"))
+    fork(*debug(control, *text, f"--checkpoint.interval={STOPPED}"))
 
     epoch = n_windows(control)
     ends = [step for step in range(1, LAST + 1) if (step - 1) * BATCH // epoch < step * BATCH // epoch]
@@ -38,7 +38,7 @@ def test_resumes_on_two_ranks_of_hsdp_in_the_middle_of_the_third_epoch_or_later(
     shutil.copytree(control / name, moved / name)
     hsdp = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"]
     other = ["--training.local_batch_size=2", "--dataset.num_workers=1", "--checkpoint.resume=must"]
-    again = launch(*debug(moved, *text, *hsdp, *other), ranks=2)
+    again = fork(*debug(moved, *text, *hsdp, *other), ranks=2)
     for change in (
         "training.local_batch_size: 4 -> 2", "dataset.num_workers: 0 -> 1",
         "parallelism.data_parallel_replicate_degree: 1 -> 2",
@@ -58,11 +58,11 @@ def test_resumes_on_two_ranks_of_hsdp_in_the_middle_of_the_third_epoch_or_later(
 def test_a_batch_that_the_new_ranks_cannot_share_names_what_would_fit(tmp_path: Path) -> None:
     """Before anything is started; one line, and the checkpoint stays."""
     run = tmp_path / "run"
-    launch(*debug(run, "--training.stop_after=2", "--checkpoint.interval=2"))
+    fork(*debug(run, "--training.stop_after=2", "--checkpoint.interval=2"))
     own = ["--training.local_batch_size=3"]
-    refused = launch(*debug(run, *own), status=2)
+    refused = fork(*debug(run, *own), status=2)
     assert "Traceback" not in refused.text and refused.err.count("error: ") == 1
     assert "global_batch_size = 16: is not a multiple of training.local_batch_size 3 x 1 data ranks" in refused.err
     assert "local_batch_size 1, 2, 4, 8, 16" in refused.err
-    launch(*debug(run, "--training.local_batch_size=16", "--training.stop_after=3"))
+    fork(*debug(run, "--training.local_batch_size=16", "--training.stop_after=3"))
     assert sorted(losses(run)) == [1, 2, 3]

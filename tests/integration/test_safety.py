@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import debug, launch, losses
+from tests.integration.launch import debug, fork, losses
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -27,7 +27,7 @@ def test_paths_of_a_recipe_are_no_shell_words(tmp_path: Path, monkeypatch: pytes
         "--profiling.enable_profiling=true", "--profiling.profile_freq=3", f"--profiling.save_traces_folder={WORDS}-tr",
     ]  # fmt: skip
     for until in (3, 5):
-        launch(*debug(run, *own, f"--training.stop_after={until}", "--checkpoint.interval=3"), cwd=work)
+        fork(*debug(run, *own, f"--training.stop_after={until}", "--checkpoint.interval=3"), cwd=work)
     assert sorted(losses(run)) == [1, 2, 3, 4, 5]
     assert sorted(path.name for path in work.iterdir()) == ["$HOME", "~"]
     assert {WORDS, f"{WORDS}-tb", f"{WORDS}-tr"} <= {path.name for path in run.iterdir()}
@@ -37,7 +37,7 @@ def test_paths_of_a_recipe_are_no_shell_words(tmp_path: Path, monkeypatch: pytes
 
 def test_crafted_token_index_is_named_before_training(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    launch(*debug(run, "--training.stop_after=1"))
+    fork(*debug(run, "--training.stop_after=1"))
     (path,) = (tmp_path / "cache").rglob("index.json")
     index = json.loads(path.read_text())
     shard = index["splits"]["train"]["shards"][0]
@@ -50,11 +50,11 @@ def test_crafted_token_index_is_named_before_training(tmp_path: Path) -> None:
         changed = json.loads(path.read_text())
         changed["splits"]["train"]["shards"][0] = {**shard, **edit}
         path.write_text(json.dumps(changed))
-        refused = launch(*debug(run, "--dataset.verify=sizes"), status=2)
+        refused = fork(*debug(run, "--dataset.verify=sizes"), status=2)
         assert problem in refused.err and f"delete the folder {path.parent}" in refused.err
         assert "Traceback" not in refused.text and refused.err.count("error: ") == 1
     (path.parent / shard["file"]).unlink()
     (path.parent / shard["file"]).symlink_to(tmp_path / "secret.bin")
     path.write_text(json.dumps(index))
-    refused = launch(*debug(run), status=2)
+    refused = fork(*debug(run), status=2)
     assert f"{shard['file']} is not a regular file" in refused.err and "Traceback" not in refused.text
