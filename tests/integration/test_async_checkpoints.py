@@ -220,6 +220,7 @@ def test_writing_process_that_is_killed_between_saves_is_replaced(tmp_path: Path
     before = published(run)
     (first,) = writers(launched)
     first.kill()
+    until(lambda: first.status() == psutil.STATUS_ZOMBIE, "end of the writing process", of=launched)
     trainer.resume()
     until(lambda: published(run) != before, "second checkpoint", of=launched)
     (second,) = writers(launched)
