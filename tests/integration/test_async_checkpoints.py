@@ -220,7 +220,7 @@ def test_writing_process_that_is_killed_between_saves_is_replaced(tmp_path: Path
     before = published(run)
     (first,) = writers(launched)
     first.kill()
-    until(lambda: first.status() == psutil.STATUS_ZOMBIE, "end of the writing process", of=launched)
+    until(lambda: first.status() == psutil.STATUS_ZOMBIE and first.num_threads() == 1, "end of it", of=launched)
     trainer.resume()
     until(lambda: published(run) != before, "second checkpoint", of=launched)
     (second,) = writers(launched)
