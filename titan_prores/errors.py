@@ -84,7 +84,7 @@ class ConfigError(Exception):
         text = f"{self.where}: " if self.where else ""
         text += self.key
         if self.value is not _ABSENT:
-            text += f" = {shown(self.value)}"
+            text += f" = {shown(self.value)}" if self.key else shown(self.value)
         text = f"{text}: {self.problem}" if text and not text.endswith(": ") else text + self.problem
         if self.allowed is not None:
             allowed = self.allowed if isinstance(self.allowed, str) else ", ".join(str(a) for a in self.allowed)

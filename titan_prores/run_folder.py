@@ -60,6 +60,23 @@ class RunFolder:
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def held(self) -> bool:
+        """Whether a live run has the folder open."""
+        if not self._lock_file.exists():
+            return False
+        try:
+            with filelock.FileLock(self._lock_file, timeout=0):
+                return False
+        except filelock.Timeout:
+            return True
+        except (OSError, NotImplementedError):
+            return False
+
     def open(self) -> None:
         """Create the folder and hold it until `close` or the end of the process.
 
@@ -68,7 +85,7 @@ class RunFolder:
         """
         if not self.is_main:
             return
-        lock = filelock.FileLock(self.path / "run.lock", timeout=0)
+        lock = filelock.FileLock(self._lock_file, timeout=0)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire()

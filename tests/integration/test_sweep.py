@@ -67,12 +67,18 @@ def state(run: Path) -> str | None:
         return None
 
 
+def begun(run: Path) -> bool:
+    """Whether its first step is done."""
+    file = run / "metrics.jsonl"
+    return file.exists() and file.stat().st_size > 0
+
+
 def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> None:
     file = write(tmp_path, "runs")
     runs = tmp_path / "runs"
     # The second run is stopped in mid-run: Ctrl-C ends both of them, whatever the first is at.
     process = start(file)
-    while not (runs / NAMES[1] / "metrics.jsonl").exists():
+    while not begun(runs / NAMES[1]):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -102,6 +108,32 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
         ]
         assert ends[0]["final"] == ends[1]["final"] and ends[0]["step"] == 30
     assert finish(start(straight), 0) == ""
+
+
+def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
+    file = write(tmp_path, "runs", steps=400)
+    first, runs = start(file), tmp_path / "runs"
+    while not begun(runs / NAMES[0]):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    first.kill()
+    first.communicate()
+    assert state(runs / NAMES[0]) == "running"
+    process = start(file)
+    while not begun(runs / NAMES[1]):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    said = ""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        process.send_signal(signal.SIGHUP)  # the terminal was closed
+        said = finish(process, 75)
+        assert "stopped by SIGHUP" in said
+        process = start(file)
+    said += finish(process, 0)
+    assert f"{NAMES[0]}: another process is at it; waiting for that" in said and f"{NAMES[1]}: finished" in said
+    assert "2 finished" in (runs / "results" / "table.md").read_text()
+    for name in NAMES:
+        assert len(losses(runs / name)) == 400, "every step once"
 
 
 def test_runs_that_fail_or_are_refused(tmp_path: Path) -> None:

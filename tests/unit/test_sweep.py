@@ -135,6 +135,12 @@ def test_the_best_is_the_lowest_mean_over_seeds(read) -> None:
         ('[[grids]]\nname = "a"\naxes = { seed = ["x"] }', "is no seed"),
         ('[[grids]]\nname = "a"\naxes = { norm = "pre" }', "must be a list of values"),
         ('[[grids]]\nname = "a"\naxes = { lr = { best_of = "b" } }', "there is no earlier grid of this name"),
+        ('[[grids]]\nname = "a"\naxes = { norm = ["pre"] }', "lacks the axis of the pair, prores (allowed: off, on)"),
+        ("[settings]\ntraining.seed = 5", "settings.training.seed: every run has its own (allowed: seeds = [0, 1, 2])"),
+        ("[axes.x]\nkey = 'training.seed'\nvalues = [1, 2]", "axes.x: sets training.seed, of which every run has its"),
+        ("[axes.x]\na = { optimizer.lr = 1.0 }", "axes.x: sets optimizer.lr, and so does the axis lr"),
+        ("[axes.x]\nkey = 'model.dim'\nvalues = [32, 32]", "axes.x.values = ['32']: are there twice"),
+        (f"[axes.x]\n{'x' * 200} = {{ model.dim = 32 }}", "longer than 200 characters"),
         (STAGES.replace('per = ["norm"]', 'per = ["prores", "seed"]'), "per names an axis that the two grids do not"),
         (STAGES + STAGES, "two grids have this name"),
         ('[[exclude]]\nnorm = ["pre", "post"]', "leaves no run"),
@@ -161,7 +167,11 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
 
     assert command.main([*arguments, "--pair", "model.nrm"]) == 2
     assert command.main([*arguments, "--axis", "model.norm=pre,prr"]) == 2
+    assert "--axis = 'model.norm': is there twice" in capsys.readouterr().err
+    assert command.main([each.replace("pre,post", "pre,prr") for each in arguments]) == 2
     assert "did you mean pre?" in capsys.readouterr().err
+    assert command.main([*arguments, "--only", "x"]) == 2
+    assert "--dry-run starts none" in capsys.readouterr().err
     assert command.main([str(tmp_path / "none.toml"), "--list"]) == 2
     assert command.main(["--dry-run"]) == 2
     assert capsys.readouterr().err.count("error: ") == 2
@@ -254,6 +264,49 @@ def test_a_run_without_its_last_validation_does_not_count_as_finished(read) -> N
     assert found.state == "failed" and "no validation_loss of its last step" in found.error
 
 
+def test_kept_results_are_judged_as_the_sweep_asks_now(read, tmp_path: Path) -> None:
+    sweep = read()
+    run = sweep.planned[0]
+    fake_run(sweep.folder / run.name, loss=2.25)
+    Book(sweep).keep_all()
+    course = Book(sweep).file(run).parent / "metrics.jsonl"
+
+    strict = Book(read("", "diverged_above = 2.0\n" + FILE)).result(run)
+    assert strict.state == "diverged" and "ended at 2.25" in strict.error
+    assert Book(read("", "diverged_above = 3.0\n" + FILE)).result(run).state == "finished"
+
+    assert "tokens" not in course.read_text()
+    Book(read("", 'keep = ["loss", "tokens"]\n' + FILE)).keep_all()
+    assert json.loads(course.read_text().splitlines()[1]) == {"step": 2, "loss": 4.8, "tokens": 2048}
+
+    other = 'metric = "validation_perplexity"\n' + FILE
+    assert Book(read("", other)).metric(run) == pytest.approx(math.exp(2.25))
+    other = 'metric = "tokens_per_second"\n' + FILE
+    with pytest.raises(ConfigError, match=r"metric = 'tokens_per_second': is neither in the result of norm=pre"):
+        Book(read("", other)).metric(run)
+
+
+def test_damaged_files_of_a_sweep_are_named(read) -> None:
+    sweep = read()
+    run = sweep.planned[0]
+    folder = sweep.folder / run.name
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text('{"recipe": {')
+    with pytest.raises(ConfigError, match="is damaged") as caught:
+        Book(sweep).result(run)
+    assert str(caught.value).startswith(f"'{folder / 'sweep.json'}': is damaged")
+    Book(sweep).file(run).parent.mkdir(parents=True)
+    Book(sweep).file(run).write_text('{"name": "x", "values": {}, "final": null}')
+    with pytest.raises(ConfigError, match="is no result of a run"):
+        Book(sweep).result(run)
+
+
+def test_numbers_keep_the_digits_that_tell_them_apart() -> None:
+    assert [plan.label(value) for value in (5e-4, 1e-5, 1.0, 0.12345671, 0.12345674)] == [
+        "0.0005", "1e-05", "1", "0.12345671", "0.12345674"
+    ]  # fmt: skip
+
+
 def test_results_of_other_settings_are_refused(read, tmp_path: Path) -> None:
     sweep = read()
     run = sweep.planned[0]
@@ -305,6 +358,10 @@ options = ["--schedule=linear", "--layers=3"]
         ('name = "a/b"\ndraw = "alpha"', "a figure cannot have this name"),
         ('name = "a"\ndraw = "alpa"', "scripts/plot.py does not take this"),
         ('name = "a"\ndraw = "loss"\nlines = [{ label = "x", axes = { norm = ["prr"] } }]', "did you mean pre?"),
+        (
+            'name = "a"\ndraw = "loss"\nlines = [{ label = "x", axes = { norm = ["pre"], seed = [7] } }]',
+            "plots.a = ['x']: no run of this sweep is in a line",
+        ),
     ],
 )
 def test_figures_that_cannot_be_are_refused_before_any_run(

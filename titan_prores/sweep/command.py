@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     try:
         return _run(options, arguments)
+    except BrokenPipeError:  # as under `| head`
+        _forget_output()
+        return 0
     except ConfigError as error:
         return cli.refuse([error])
     except ConfigErrors as several:
@@ -101,6 +105,9 @@ def _sweep(options: argparse.Namespace) -> Sweep:
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     sweep = _sweep(options)
     check_plots(sweep)
+    modes = [name for name in ("list", "collect", "slurm", "dry_run") if getattr(options, name)]
+    if options.only and modes:
+        raise ConfigError("--only", f"says which runs to start, and --{modes[0].replace('_', '-')} starts none")
     book = Book(sweep, retry_failed=options.retry_failed)
     if options.list:
         _list(book)
@@ -132,7 +139,15 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # the runs go on without a listener
+        _forget_output()
+
+
+def _forget_output() -> None:
+    """Nobody reads any more: neither another line nor the interpreter's last flush shall fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _list(book: Book) -> None:
@@ -176,12 +191,14 @@ def draw(book: Book) -> None:
         runs = [(label, run) for label, found in lines.items() for run in found]
         left = sum(run.waits or not book.result(run).ended for _, run in runs)
         if left:
-            print(f"figure {plot.name}: waits for {left} runs")
+            _say(f"figure {plot.name}: waits for {left} runs")
             continue
-        plots.main([
+        status = plots.main([
             plot.draw, *(f"{label}={book.file(run).parent}" for label, run in runs), *plot.options,
             f"--out={sweep.results / 'figures'}", f"--name={plot.name}",
         ])  # fmt: skip
+        if status:
+            _say(f"figure {plot.name}: not drawn")
 
 
 def write_tables(book: Book) -> str:

@@ -162,6 +162,7 @@ class Sweep:
         }
         if SEED in self.axes:
             self._refuse("axes.seed", "every sweep has this axis", allowed="seeds = [0, 1, 2]")
+        self._check_keys()
         self.pair = file.pair
         if self.pair:
             self._known_axis("pair.axis", self.pair.axis)
@@ -172,6 +173,11 @@ class Sweep:
             if grid.name in self.grids:
                 self._refuse("grids", "two grids have this name", value=grid.name)
             self.grids[grid.name] = self._choices(f"grids.{grid.name}", grid.axes)
+            if self.pair and self.pair.axis not in self.grids[grid.name]:
+                self._refuse(
+                    f"grids.{grid.name}.axes", f"lacks the axis of the pair, {self.pair.axis}",
+                    allowed=list(self.axes.get(self.pair.axis, ())),
+                )  # fmt: skip
         for number, rule in enumerate(file.exclude):
             for axis, values in rule.items():
                 for value in values if isinstance(values, tuple) else (values,):
@@ -193,12 +199,37 @@ class Sweep:
         self.planned = self._plan()
         if not self.planned:
             raise ConfigErrors([ConfigError("exclude", "leaves no run")])
+        if (longest := max((run.name for run in self.planned), key=len)) and len(longest) > LONGEST_NAME:
+            raise ConfigErrors([ConfigError(
+                "axes", f"make the name of a run's folder longer than {LONGEST_NAME} characters", value=longest,
+                allowed="axes with short names and values, in a sweep file",
+            )])  # fmt: skip
+        for plot, lines in self.plots.items():
+            found = self.runs_of_plot(plot, lambda run: None)
+            if empty := [label for label in lines if not found[label]]:
+                raise ConfigErrors([ConfigError(f"plots.{plot}", "no run of this sweep is in a line", value=empty)])
 
     # --- Reading it ---------------------------------------------------------------------------------------------
 
     def _refuse(self, key: str, problem: str, **details: Any) -> None:
         where = self._tree.origin(config.split_key(key) or (key,))
         self._errors.append(ConfigError(key, problem, where=where, **details))
+
+    def _check_keys(self) -> None:
+        """Refuse what another part of the sweep would silently overwrite."""
+        setters: dict[str, str] = {dotted(key): "settings" for key in flatten(self.file.settings)}
+        taken = {"training.seed": "seeds = [0, 1, 2]", "job.dump_folder": "folder"}
+        for key, instead in taken.items():
+            if key in setters:
+                self._refuse(f"settings.{key}", "every run has its own", allowed=instead)
+        setters.clear()
+        for axis, values in self.axes.items():
+            for key in dict.fromkeys(key for changes in values.values() for key in changes):
+                if key in taken:
+                    self._refuse(f"axes.{axis}", f"sets {key}, of which every run has its own", allowed=taken[key])
+                elif key in setters:
+                    self._refuse(f"axes.{axis}", f"sets {key}, and so does the axis {setters[key]}")
+                setters[key] = axis
 
     def _axis(self, name: str, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if {"key", "values"} == set(table) and not isinstance(table["key"], Mapping):
@@ -208,7 +239,10 @@ class Sweep:
             elif not isinstance(values, (list, tuple)) or not values:
                 self._refuse(f"axes.{name}.values", "must be a list of values", value=values)
             else:
-                return {self._name(f"axes.{name}", label(value)): {key: value} for value in values}
+                labels = [self._name(f"axes.{name}", label(value)) for value in values]
+                if twice := [text for text in dict.fromkeys(labels) if labels.count(text) > 1]:
+                    self._refuse(f"axes.{name}.values", "are there twice", value=twice)
+                return {text: {key: value} for text, value in zip(labels, values, strict=True)}
             return {}
         found = {}
         for value, changes in table.items():
@@ -377,6 +411,8 @@ def _once(runs: Iterable[Run]) -> list[Run]:
     return list(found.values())
 
 
+# A file system's limit is 255 bytes, and the run writes names of its own beside it.
+LONGEST_NAME = 200
 _NAME = re.compile(r"[A-Za-z0-9._+-]+")
 _PLAIN = re.compile(r"[A-Za-z_./][\w./,=+-]*")
 
@@ -385,7 +421,10 @@ def label(value: Any) -> str:
     """What a value of an axis is called."""
     if isinstance(value, bool):
         return str(value).lower()
-    return format(value, "g") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        short = format(value, "g")
+        return short if float(short) == value else repr(value)
+    return str(value)
 
 
 def _argument(value: Any) -> str:
@@ -447,6 +486,10 @@ def from_arguments(
             parsed = config.parse_override(f"--values=[{values}]").values["values"]
         except ConfigError:  # words without quotes
             parsed = values.split(",")
+        if key in tree.values["axes"]:
+            raise ConfigErrors(
+                [ConfigError("--axis", "is there twice", value=key, allowed=f"--axis {key}=value,value")]
+            )
         tree.values["axes"][key] = {"key": key, "values": parsed}
     if pair is not None:
         values = tree.values["axes"].get(pair, {}).get("values", [])

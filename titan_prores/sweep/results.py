@@ -38,6 +38,7 @@ class Result:
         steps: of the whole run.
         final: last training loss, last validation loss and perplexity, the metric compared, tokens trained on.
         error: why it diverged or failed.
+        kept: keys whose course is kept beside the result.
         seconds: spent in steps; validation and checkpoints are not in it.
         recipe: the settings that the result depends on, to notice when the sweep has changed.
         surroundings: versions, CPU and commit.
@@ -50,6 +51,7 @@ class Result:
     steps: int = 0
     final: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    kept: list[str] = field(default_factory=list)
     seconds: float = 0.0
     recipe: dict[str, Any] = field(default_factory=dict)
     surroundings: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +83,7 @@ def read(file: Path) -> Result:
         result = Result(**json.loads(file.read_text(encoding="utf-8")))
         result.final = {key: float(value) for key, value in result.final.items()}
         return result
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError("", f"is no result of a run: {error}", value=str(file)) from error
 
 
@@ -163,11 +165,37 @@ def look(
     result.surroundings = _surroundings(_json(folder / "env.json") or {})
     if result.state == "finished" and last.get("step") != result.step:
         result.state, result.error = "failed", f"there is no {metric} of its last step"
-    elif result.state == "finished" and not result.final[metric] <= (diverged_above or math.inf):
-        result.state, result.error = "diverged", f"{metric} ended at {result.final[metric]:.4g}"
-    elif result.state == "finished" and not math.isfinite(result.final[metric]):
-        result.state, result.error = "diverged", f"{metric} is not finite"
+    judge(result, metric, diverged_above)
     return result
+
+
+def judge(result: Result, metric: str, diverged_above: float | None) -> None:
+    """Tell by its metric whether a run that came to its end diverged; of others nothing changes."""
+    if result.state not in ("finished", "diverged") or result.step < result.steps or metric not in result.final:
+        return
+    value = result.final[metric]
+    result.state, result.error = "finished", ""
+    if not value <= (math.inf if diverged_above is None else diverged_above):
+        result.state, result.error = "diverged", f"{metric} ended at {value:.4g}"
+    elif not math.isfinite(value):
+        result.state, result.error = "diverged", f"{metric} is not finite"
+
+
+def read_note(file: Path) -> dict[str, Any]:
+    """What the sweep wrote into a run folder when it started the run there.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["recipe"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError("", f"is damaged ({error}): nothing tells which settings its run has", value=str(file),
+                          allowed="remove the run's folder") from error  # fmt: skip
+
+
+def write_note(file: Path, note: Mapping[str, Any]) -> None:
+    _write(file, json.dumps(note, indent=1) + "\n")
 
 
 def _json(file: Path) -> dict[str, Any] | None:

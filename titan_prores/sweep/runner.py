@@ -18,6 +18,7 @@ from typing import Any
 from titan_prores import config, registry
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import Recipe, resolve
+from titan_prores.run_folder import RunFolder
 from titan_prores.stopping import EXIT_STATUS, SIGNALS
 from titan_prores.sweep import results
 from titan_prores.sweep.plan import Run, Sweep
@@ -69,16 +70,30 @@ class Book:
         if file.exists():
             result = results.read(file)
             self._same(file, result.recipe, run)
+            self._as_asked_now(run, result)
         else:
             note = folder / results.NOTE
             if note.exists():
-                self._same(note, json.loads(note.read_text(encoding="utf-8"))["recipe"], run)
+                self._same(note, results.read_note(note), run)
             result = self.look(run)
         if result.state == "failed" and self.retry_failed and run.name not in self.started:
             result.state = "unfinished"
         if result.ended:
             self._ended[run.name] = result
         return result
+
+    def _as_asked_now(self, run: Run, result: Result) -> None:
+        """Judge a kept result as the sweep does now; a metric that nobody had asked for comes from the run folder."""
+        file = self.sweep.file
+        if result.state == "finished" and file.metric not in result.final:
+            result.final |= self.look(run).final
+            result.kept = []  # so that it is written again
+            if file.metric not in result.final:
+                raise ConfigError(
+                    "metric", f"is neither in the result of {run.name} nor in its run folder", value=file.metric,
+                    allowed=list(result.final),
+                )  # fmt: skip
+        results.judge(result, file.metric, file.diverged_above)
 
     def _same(self, file: Path, recipe: dict[str, Any], run: Run) -> None:
         if changes := results.changed(recipe, results.relevant(self.recipe(run))):
@@ -103,13 +118,17 @@ class Book:
         """Write the result of a run that has ended, and what it has measured on the way."""
         file = self.file(run)
         results.keep_course(self.sweep.folder / run.name, file.parent, self.sweep.file.keep)
+        result.kept = list(self.sweep.file.keep)
         result.write(file)
         self._ended[run.name] = results.read(self.file(run))
 
     def keep_all(self) -> None:
-        """Keep the result of every run that has ended and is not kept yet, as after a sweep that was killed."""
+        """Keep the result of every run that has ended and is not kept yet, or without what is to be kept now."""
         for run in self.runs():
-            if not run.waits and not self.file(run).exists() and (result := self.result(run)).ended:
+            if run.waits or not (result := self.result(run)).ended:
+                continue
+            lacking = set(self.sweep.file.keep) - set(result.kept)
+            if not self.file(run).exists() or (lacking and (self.sweep.folder / run.name).exists()):
                 self.keep(run, result)
 
     def runs(self) -> list[Run]:
@@ -162,6 +181,7 @@ class Runner:
         self.stopped: str | None = None
         self._signals_received = 0
         self._children: list[_Child] = []
+        self._elsewhere: set[str] = set()  # runs that another process is at
 
     def run(self, only: Iterable[str] = ()) -> int:
         """Run what has not ended yet.
@@ -205,24 +225,39 @@ class Runner:
             if child.signals < self._signals_received:
                 child.signals = self._signals_received
                 child.process.send_signal(signal.SIGTERM)
-        if not self.stopped and len(self._children) < self.jobs:
+        if self.stopped:
+            return bool(self._children)
+        for run in [run for run in self.book.runs() if run.name in self._elsewhere]:
+            if (result := self.book.result(run)).ended:
+                self._elsewhere.remove(run.name)
+                self._keep(run, result, "has ended there")
+        if len(self._children) < self.jobs:
             running = {child.run.name for child in self._children}
-            ready = (
-                run for run in self.book.runs()
-                if not run.waits and run.name not in running and (not wanted or run.name in wanted)
-                and not self.book.result(run).ended
-            )  # fmt: skip
-            if (run := next(ready, None)) is not None:
-                self._start(run)
-                return True
-        return bool(self._children)
+            for run in self.book.runs():
+                if (
+                    not run.waits and run.name not in running and (not wanted or run.name in wanted)
+                    and not self.book.result(run).ended and not self._is_elsewhere(run)
+                ):  # fmt: skip
+                    self._start(run)
+                    return True
+        return bool(self._children or self._elsewhere)
+
+    def _is_elsewhere(self, run: Run) -> bool:
+        """Whether another sweep, or a run that outlived a killed one, is at it; then it is waited for."""
+        if not RunFolder(self.sweep.folder / run.name, is_main=False).held:
+            self._elsewhere.discard(run.name)
+            return False
+        if run.name not in self._elsewhere:
+            self._elsewhere.add(run.name)
+            self.say(f"{run.name}: another process is at it; waiting for that")
+        return True
 
     def _start(self, run: Run) -> None:
         folder = self.sweep.folder / run.name
         folder.mkdir(parents=True, exist_ok=True)
         settings = results.relevant(self.book.recipe(run))
         note = {"grid": run.grid, "values": dict(run.values), "recipe": settings}
-        (folder / results.NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        results.write_note(folder / results.NOTE, note)
         self.book.started.add(run.name)
         runs = self.book.runs()
         number = [other.name for other in runs].index(run.name) + 1
@@ -250,15 +285,19 @@ class Runner:
         if status == EXIT_STATUS or (self.stopped and status):
             self.stopped = self.stopped or f"a signal to {run.name}"
             return
+        if status == 2 and self._is_elsewhere(run):
+            return  # which came between our look and its start
         if status == 2:
             raise ConfigError("", f"the run was refused:\n{_tail(folder / CONSOLE)}", value=run.name)
         if not result.ended or not told:
             result.state, result.error = "failed", f"ended with status {status}; see {folder / CONSOLE}"
+        self._keep(run, result, f"{result.state} after {time.monotonic() - child.started:.0f} s")
+
+    def _keep(self, run: Run, result: Result, how: str) -> None:
         self.book.keep(run, result)
-        shown = f"{self.sweep.file.metric} {result.final[self.sweep.file.metric]:.4f}" if (
-            result.state == "finished"
-        ) else result.error  # fmt: skip
-        self.say(f"{run.name}: {result.state} after {time.monotonic() - child.started:.0f} s, {shown}")
+        metric = self.sweep.file.metric
+        shown = f"{metric} {result.final[metric]:.4f}" if result.state == "finished" else result.error
+        self.say(f"{run.name}: {how}, {shown}")
         self.after_each()
 
     @contextmanager
@@ -269,7 +308,9 @@ class Runner:
             self.stopped = signal.Signals(number).name
             self._signals_received += 1
 
-        before = {number: signal.signal(number, receive) for number in SIGNALS}
+        # A terminal that closes sends SIGHUP; under nohup it is ignored, and stays so.
+        numbers = [*SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+        before = {number: signal.signal(number, receive) for number in numbers}
         try:
             yield
         finally:
