@@ -159,14 +159,13 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
         + ", ".join(f"{count} {state}" for state, count in counts.items() if count or state == "finished")
         + f"; {hours:.1f} hours in training steps. Lower is better; ± is the standard deviation over seeds.\n"
     ]
-    used = [index for index in range(len(columns)) if any(row(sweep, cell)[index] for cell in found)]
-
     beside = {each.column for each in sweep.file.beside}
 
     def table(some: Sequence[Cell]) -> str:
-        # Figures from elsewhere stand beside what they can be compared with.
-        shown = [index for index in used if some is not alone or columns[index] not in beside]
         lines = [row(sweep, cell) for cell in some]
+        shown = [index for index in range(len(columns)) if any(line[index] for line in lines)]
+        if some is alone:  # figures from elsewhere stand beside what they can be compared with
+            shown = [index for index in shown if columns[index] not in beside]
         return markdown([columns[index] for index in shown], [[line[index] for index in shown] for line in lines])
 
     alone: list[Cell] = []
