@@ -21,8 +21,8 @@ class AdaptiveSchedule:
     begins at b + `max_steps`. So all layers are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement
     with a number that is not finite is passed over.
 
-    The signal needs outputs that can grow. A layer that ends in a norm (Post-LN, DeepNorm, the first layers of Mix-LN) has
-    an output of constant size, so it counts as settled at once, and one layer follows the other by `min_steps`.
+    The signal needs outputs that can grow. A layer that ends in a norm (Post-LN, DeepNorm, the first of Mix-LN) has an
+    output of constant size, so it counts as settled at once, and one layer follows the other by `min_steps`.
 
     Given what it was told, alpha is a pure function of the step. What it was told is `state`.
 
