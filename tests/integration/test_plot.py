@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_cosine_of_checkpoints_has_the_alpha_of_a_schedule_with_a_state(name: st
     row = rows(run)[-2]
     assert (row["step"], row["residual_cosine_step"]) == (16, 8)
     found = checkpoint_cosines(run, 7, 15, sequences=4, device="cpu")
-    assert found == pytest.approx(row["residual_cosine"], abs=1e-5)
+    # Layers that have not begun add nothing. That the second has by step 7 is what only the state tells.
+    shown = [float(value) for value in row["residual_cosine"]]
+    assert found == pytest.approx(shown, abs=1e-5, nan_ok=True) and all(map(math.isfinite, shown[:2]))
     # What somebody else may have written is refused.
     checkpoint = run / "checkpoint" / "step-00000007"
     meta, manifest = (json.loads((checkpoint / file).read_text()) for file in ("meta.json", "manifest.json"))

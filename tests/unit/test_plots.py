@@ -128,7 +128,7 @@ def test_gap_of_several_pairs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         draw("gap", f"without={tmp_path}/base-*", f"with={tmp_path}/prores-[12]")
     assert "paired by training.seed, and only one of them has 1 (without), 7 (with)" in str(raised.value)
-    with pytest.raises(ConfigError, match="base-0 and .*base-0 of without have the same, 0"):
+    with pytest.raises(ConfigError, match=r"base-0 and .*base-0 of without have the same, 0"):
         draw("gap", f"without={tmp_path}/base-0", f"without={tmp_path}/base-0", f"with={tmp_path}/prores-1")
 
 
@@ -152,8 +152,8 @@ def test_runs_of_one_row_show(tmp_path: Path) -> None:
         drawn = [line for line in axis.lines if len(line.get_xdata()) and len(line.get_ydata())]
         assert len(drawn) == 2, "each step and averaged, or two layers"
         assert all(line.get_marker() == "o" and list(line.get_markevery()) == [True] for line in drawn)
-        assert [tick for tick in axis.get_xticks() if np.diff(axis.get_xlim())[0] >= abs(tick - 1)] == [1]
-        assert all(tick == round(tick) for tick in axis.get_xticks())
+        first, last = axis.get_xlim()
+        assert [tick for tick in axis.get_xticks() if first <= tick <= last] == [1]
 
 
 def test_activation(pair: tuple[Path, Path]) -> None:
