@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from components.checkpoint._folder import record
 from tests.integration.launch import REPOSITORY, debug, fork, rows
+from tests.integration.test_trained_schedules import SCHEDULES
+from titan_prores.errors import ConfigError
 from titan_prores.plots.cosines import checkpoint_cosines
 
 PLOT = REPOSITORY / "scripts" / "plot.py"
@@ -65,3 +71,30 @@ def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
     missing = plot("cosine", str(run), "--checkpoints", "2", "99", *out)
     assert missing.returncode == 2 and "--checkpoints = 99: there is none in" in missing.stderr
     assert not list((run / "checkpoint").glob("*aside*")), "nothing of the run is touched"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_cosine_of_checkpoints_has_the_alpha_of_a_schedule_with_a_state(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fork(
+        *debug(run, *SCHEDULES[name]), "--training.steps=16", "--training.local_batch_size=2",
+        "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", "--metrics.residual_cosine.every_steps=1",
+        "--metrics.residual_cosine.reference_ratio=0.5", "--metrics.residual_cosine.sequences=4",
+    )  # fmt: skip
+    row = rows(run)[-2]
+    assert (row["step"], row["residual_cosine_step"]) == (16, 8)
+    found = checkpoint_cosines(run, 7, 15, sequences=4, device="cpu")
+    # Layers that have not begun add nothing. That the second has by step 7 is what only the state tells.
+    shown = [float(value) for value in row["residual_cosine"]]
+    assert found == pytest.approx(shown, abs=1e-5, nan_ok=True) and all(map(math.isfinite, shown[:2]))
+    # What somebody else may have written is refused.
+    checkpoint = run / "checkpoint" / "step-00000007"
+    meta, manifest = (json.loads((checkpoint / file).read_text()) for file in ("meta.json", "manifest.json"))
+    meta["transforms"] = {"adaptive": {"prores": {"begun": "x"}}, "learned": [1]}[name]
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    manifest["files"]["meta.json"] = dataclasses.asdict(record(checkpoint / "meta.json"))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="the state of the transforms in"):
+        checkpoint_cosines(run, 7, 15, sequences=4, device="cpu")

@@ -19,10 +19,8 @@ pytest.importorskip("matplotlib")
 STEPS = 40
 
 
-def write_run(folder: Path, n_layers: int = 3, shift: float = 0.0, **more: object) -> Path:
+def write_run(folder: Path, n_layers: int = 3, shift: float = 0.0, seed: int = 0, **more: object) -> Path:
     """A run folder with losses, norms a layer in every 10th step, cosines from step 20 on and three validations."""
-    folder.mkdir(parents=True)
-    (folder / "recipe.toml").write_text(f"[training]\nsteps = {STEPS}\n\n[model]\nn_layers = {n_layers}\n")
     rows = []
     for step in range(1, STEPS + 1):
         row = {
@@ -41,6 +39,15 @@ def write_run(folder: Path, n_layers: int = 3, shift: float = 0.0, **more: objec
         rows.append({**row, **more})
         if step in (20, 30, 40):
             rows.append({"step": step, "validation": True, "validation_loss": 4 - step / 100 + 2 * shift})
+    return write_rows(folder, *rows, n_layers=n_layers, seed=seed)
+
+
+def write_rows(folder: Path, *rows: dict[str, object], n_layers: int = 3, seed: int = 0) -> Path:
+    """A run folder with these rows."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(
+        f"[training]\nsteps = {STEPS}\nseed = {seed}\n\n[model]\nn_layers = {n_layers}\n"
+    )
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder
 
@@ -67,8 +74,9 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_ema_by_hand() -> None:
     assert ema(np.array([2.0, 4.0]), 0.5).tolist() == [2.0, (0.25 * 2 + 0.5 * 4) / 0.75]
-    assert ema(np.array([math.nan, 3.0, math.inf, 3.0]), 0.9)[1:].tolist() == pytest.approx([3.0] * 3)
-    assert math.isnan(ema(np.array([math.nan]), 0.9)[0])
+    found = ema(np.array([math.nan, 2.0, math.inf, math.nan, 4.0]), 0.5)
+    assert np.isnan(found).tolist() == [True, False, True, True, False], "a gap, and no plateau, where a run diverged"
+    assert found[[1, 4]].tolist() == ema(np.array([2.0, 4.0]), 0.5).tolist(), "and on from before"
     constant = ema(np.full(500, 7.0), 0.99)
     assert constant == pytest.approx(7.0), "it is not drawn to zero at first"
 
@@ -106,8 +114,9 @@ def test_gap(pair: tuple[Path, Path]) -> None:
 
 def test_gap_of_several_pairs(tmp_path: Path) -> None:
     for seed, gap in enumerate((-0.25, -0.05)):
-        write_run(tmp_path / f"base-{seed}", shift=seed)
-        write_run(tmp_path / f"prores-{seed}", shift=seed + gap)
+        # The other way round by name, so that the seed has to tell which belong together.
+        write_run(tmp_path / f"base-{seed}", shift=10 * seed, seed=seed)
+        write_run(tmp_path / f"prores-{1 - seed}", shift=10 * seed + gap, seed=seed)
     axis = draw("gap", f"without={tmp_path}/base-*", f"with={tmp_path}/prores-*", "--ema", "0").axes[0]
     found = lines(axis)
     assert found["training, EMA(0), mean of 2 pairs"][1] == pytest.approx([-0.15] * STEPS)
@@ -115,8 +124,36 @@ def test_gap_of_several_pairs(tmp_path: Path) -> None:
     drawn = [list(line.get_ydata()) for line in axis.lines]
     for gap in (-0.25, -0.05):  # and each pair
         assert pytest.approx([gap] * STEPS) in drawn and pytest.approx([2 * gap] * 3) in drawn
-    with pytest.raises(ConfigError, match="a gap is between two runs, or"):
-        draw("gap", f"without={tmp_path}/base-*", f"with={tmp_path}/prores-0")
+    write_run(tmp_path / "prores-2", seed=7)
+    with pytest.raises(ConfigError) as raised:
+        draw("gap", f"without={tmp_path}/base-*", f"with={tmp_path}/prores-[12]")
+    assert "paired by training.seed, and only one of them has 1 (without), 7 (with)" in str(raised.value)
+    with pytest.raises(ConfigError, match=r"base-0 and .*base-0 of without have the same, 0"):
+        draw("gap", f"without={tmp_path}/base-0", f"without={tmp_path}/base-0", f"with={tmp_path}/prores-1")
+
+
+def test_gap_of_a_diverged_run_has_a_gap_and_of_nothing_is_refused(tmp_path: Path) -> None:
+    good = write_rows(tmp_path / "good", *({"step": step, "loss": 3.0} for step in (1, 2, 3, 4)))
+    losses = (2.0, "NaN", 2.0, "Infinity")
+    bad = write_rows(tmp_path / "bad", *({"step": n, "loss": loss} for n, loss in enumerate(losses, 1)), seed=5)
+    (_, line) = draw("gap", str(good), str(bad), "--ema", "0").axes[0].lines
+    assert line.get_ydata() == pytest.approx([-1, math.nan, -1, math.nan], nan_ok=True)
+    assert line.get_marker() == "o" and list(line.get_markevery()) == [True, False, True, False]
+    lost = write_rows(tmp_path / "lost", {"step": 1, "loss": "NaN"}, {"step": 2, "loss": "NaN"})
+    for arguments in (["gap", str(good), str(lost)], ["loss", str(lost)]):
+        with pytest.raises(ConfigError, match="there is nothing to draw: no value of"):
+            draw(*arguments)
+
+
+def test_runs_of_one_row_show(tmp_path: Path) -> None:
+    run = write_rows(tmp_path / "run", {"step": 1, "loss": 3.0, "alpha": [0.5, 0.1], "activation_norm": [1.0, 2.0]})
+    for name in ("loss", "alpha", "activation"):
+        axis = draw(name, str(run)).axes[0]
+        drawn = [line for line in axis.lines if len(line.get_xdata()) and len(line.get_ydata())]
+        assert len(drawn) == 2, "each step and averaged, or two layers"
+        assert all(line.get_marker() == "o" and list(line.get_markevery()) == [True] for line in drawn)
+        first, last = axis.get_xlim()
+        assert [tick for tick in axis.get_xticks() if first <= tick <= last] == [1]
 
 
 def test_activation(pair: tuple[Path, Path]) -> None:
@@ -157,6 +194,53 @@ def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scores == [pytest.approx([100 / 26] * 2), [0, 0]]
     draw("depth", f"A={tmp_path}/a-*")
     assert "no spike score of loss: no run is long enough for --window 1000" in capsys.readouterr().err
+    draw("depth", f"A={tmp_path}/a-*", "--window", "9" * 18)  # more than memory holds
+
+
+def test_depth_says_which_runs_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, loss in enumerate((3.0, "NaN", "Infinity")):
+        run = write_run(tmp_path / f"a-{seed}")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": STEPS, "validation_loss": loss}) + "\n")
+    write_run(tmp_path / "b")
+    given = [f"A={tmp_path}/a-*", f"B={tmp_path}/b", "--window", "10"]
+    figure = draw("depth", *given)
+    assert (
+        capsys.readouterr().err == "A: 2 of 3 runs have no finite held-out perplexity and are left out of that panel\n"
+    )
+    assert figure.axes[0].containers[0][0].get_ydata() == pytest.approx([math.exp(3)])
+    axes = draw("depth", f"A={tmp_path}/a-[12]", "--window", "10").axes
+    assert [axis.get_ylabel().split()[0] for axis in axes] == ["spike", "spike"]
+    assert capsys.readouterr().err.startswith("A: 2 of 2 runs have no finite held-out perplexity")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--threshold", value) for value in ("nan", "inf", "0", "-1", "x")] + [("--window", "0"), ("--window", "1.5")],
+)
+def test_settings_of_the_score_out_of_their_range(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["depth", str(tmp_path), f"{option}={value}"])
+    assert f"argument {option}: {value} is no number" in capsys.readouterr().err
+
+
+def test_folders_with_equals_signs_in_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("norm=pre,prores=on,seed=0", "norm=pre,prores=on,seed=1", "norm=post"):
+        write_run(tmp_path / "results" / name)
+    monkeypatch.chdir(tmp_path)
+    both = ["norm=pre,prores=on,seed=0", "norm=pre,prores=on,seed=1"]
+    assert [run.label for run in load_runs(["results/norm=pre,prores=on*", "results/norm=post"])] == [
+        *both,
+        "norm=post",
+    ]
+    named = load_runs(["A=results/norm=pre,prores=on*", "B=results/norm=post"])
+    assert [(run.label, run.path.name) for run in named] == [("A", both[0]), ("A", both[1]), ("B", "norm=post")]
+    for wrong in ("results/norm=no*", "A=", "A=results/norm=no"):
+        with pytest.raises(ConfigError, match="there is no such run folder") as raised:
+            load_runs([wrong])
+        assert raised.value.value == wrong
 
 
 def test_alpha_of_schedules() -> None:
@@ -179,6 +263,8 @@ def test_alpha_of_a_recipe_and_of_a_run(pair: tuple[Path, Path]) -> None:
     assert axis.get_title() == "linear" and len(axis.lines) == 4
     assert axis.lines[0].get_ydata().tolist() == [min(step / 12, 1.0) for step in range(16)]
     logged = draw("alpha", str(pair[0])).axes[0]
+    titles = [axis.get_title() for axis in draw("alpha", f"A={pair[0]}", f"A={pair[1]}").axes]
+    assert titles[:2] == ["A", "A (2)"], "none is dropped for its label"
     assert list(logged.lines[-1].get_ydata()) == [1.0] * 4 and logged.lines[0].get_ydata()[0] == pytest.approx(1 / 3)
 
 
@@ -199,8 +285,9 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
         (["loss", "{tmp}"], "is no run folder: there is no metrics.jsonl in it"),
         (["loss", "{base}", "--colour=1"], "--colour: is no option of this command"),
         (["activation", "{base}", "--key", "branch_ratio_ffn"], "has branch_ratio_ffn"),
-        (["activation", "{base}", "--key", "loss"], "--key = 'loss': is no list for each layer"),
-        (["gap", "{base}", "X={tmp}/ba[sr]e"], "a gap is between two runs, or"),
+        (["activation", "{base}", "--key", "loss"], "loss is no list for each layer"),
+        (["gap", "{base}", "X={base}", "Y={base}"], "a gap is between two runs, or"),
+        (["gap", "{base}", "X={tmp}/ba[sr]e"], "training.seed: is not in the recipe of {bare}"),
         (["alpha", "--schedule", "lineer"], "did you mean linear?"),
         (["alpha", "--config", "{tmp}/none.toml"], "none.toml"),
         (["cosine", "{base}", "--checkpoints", "1", "2"], "--checkpoints = 1: there is none in"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 OUT = Path("outputs/figures")
 DECAY = 0.99
 POINTS = 400  # of a schedule's curve
+PERPLEXITY = "held-out perplexity"
 RUNS = "a run folder, or LABEL=FOLDER; a pattern stands for several"
 
 
@@ -96,7 +99,10 @@ def parser() -> argparse.ArgumentParser:
     depths.add_argument("runs", nargs="+", metavar="LABEL=RUN", help=f"{RUNS}; runs of one label are one line")
     depths.add_argument("--window", type=_positive, default=spikes.WINDOW, help=f"of the score ({spikes.WINDOW} steps)")
     depths.add_argument(
-        "--threshold", type=float, default=spikes.THRESHOLD, help=f"of it, in standard deviations ({spikes.THRESHOLD})"
+        "--threshold",
+        type=_above_zero,
+        default=spikes.THRESHOLD,
+        help=f"of it, in standard deviations ({spikes.THRESHOLD})",
     )
     return made
 
@@ -117,6 +123,16 @@ def _share(text: str) -> float:
     return value
 
 
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return value
+
+
 # --- The figures --------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +142,7 @@ def alpha(options: argparse.Namespace) -> Figure:
     Of schedules by name, of a recipe's schedule, or as runs have logged it.
     """
     if options.runs:
-        panels = {run.label: run.series("alpha") for run in load_runs(options.runs)}
+        panels = _layer_panels(load_runs(options.runs), "alpha")
     elif options.config:
         panels = _recipe_alpha(options.config, options.overrides)
     else:
@@ -187,7 +203,9 @@ def _sampled(schedule: Callable[[int], np.ndarray], last: float) -> tuple[np.nda
 
 def loss(options: argparse.Namespace) -> Figure:
     """Training and held-out loss of runs."""
-    return figures.loss_curves([(run.label, _curve(run)) for run in load_runs(options.runs)], options.ema)
+    curves = [(run.label, _curve(run)) for run in load_runs(options.runs)]
+    _require_finite([values for _, curve in curves for values in (curve.training, curve.validation)], "loss")
+    return figures.loss_curves(curves, options.ema)
 
 
 def _curve(run: Run) -> figures.Curve:
@@ -202,33 +220,58 @@ def _has(run: Run, key: str) -> bool:
 def gap(options: argparse.Namespace) -> Figure:
     """Loss of one run minus that of another, in training and on held-out text (Fig. 5).
 
-    Several runs of either label, such as one a seed, make pairs in their order; their mean is drawn too.
+    Several runs of either label, one a seed, make pairs of equal training.seed; their mean is drawn too.
     """
     labels, pairs = pair_up(load_runs(options.runs))
     training = [difference(*pair, "loss") for pair in pairs]
     validated = all(_has(run, "validation_loss") for pair in pairs for run in pair)
     validation = [difference(*pair, "validation_loss") for pair in pairs] if validated else []
+    _require_finite([values for _, values in training + validation], f"{labels[1]} minus {labels[0]}")
     return figures.loss_gap(training, validation, labels, options.ema)
 
 
 def pair_up(runs: Sequence[Run]) -> tuple[tuple[str, str], list[tuple[Run, Run]]]:
-    """Both labels, and the runs of the first with those of the second.
+    """Both labels, and the runs of the first with those of the second of the same seed; any two runs are a pair.
 
     Raises:
-        ConfigError: there are not as many of each, or not two labels; two runs need none.
+        ConfigError: there are not two labels, or they have not the same seeds, each once.
     """
     if len(runs) == 2:
         return (runs[0].label, runs[1].label), [(runs[0], runs[1])]
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.label, []).append(run)
-    if len(groups) != 2 or len({len(group) for group in groups.values()}) != 1:
+    if len(groups) != 2:
         raise ConfigError(
-            "RUN", "a gap is between two runs, or between as many runs of one label as of another",
+            "RUN", "a gap is between two runs, or between runs of two labels with the same seeds",
             value={label: len(group) for label, group in groups.items()},
         )  # fmt: skip
-    first, second = groups.values()
-    return tuple(groups), list(zip(first, second, strict=True))
+    first, second = (_by_seed(group) for group in groups.values())
+    alone = {
+        label: sorted(mine.keys() - theirs.keys())
+        for label, mine, theirs in zip(groups, (first, second), (second, first), strict=True)
+    }
+    if any(alone.values()):
+        raise ConfigError(
+            "RUN", "runs of two labels are paired by training.seed, and only one of them has "
+            + ", ".join(f"{seed} ({label})" for label, seeds in alone.items() for seed in seeds),
+        )  # fmt: skip
+    return tuple(groups), [(first[seed], second[seed]) for seed in sorted(first)]
+
+
+def _by_seed(runs: Sequence[Run]) -> dict[int, Run]:
+    found: dict[int, Run] = {}
+    for run in runs:
+        seed = run.setting("training", "seed")
+        if not isinstance(seed, int):
+            raise ConfigError("training.seed", f"is no whole number in the recipe of {run.path}", value=seed)
+        if seed in found:
+            raise ConfigError(
+                "RUN", f"runs of two labels are paired by training.seed, and {found[seed].path} and {run.path} "
+                f"of {run.label} have the same, {seed}",
+            )  # fmt: skip
+        found[seed] = run
+    return found
 
 
 def activation(options: argparse.Namespace) -> Figure:
@@ -236,14 +279,27 @@ def activation(options: argparse.Namespace) -> Figure:
 
     Takes the probe activation_norm; --key draws another list for each layer, such as layer_grad_norm.
     """
-    panels = {}
-    for run in load_runs(options.runs):
-        steps, values = run.series(options.key)
-        if values.ndim != 2:
-            raise ConfigError("--key", "is no list for each layer", value=options.key)
-        panels[_unused(run.label, panels)] = steps, values
+    panels = _layer_panels(load_runs(options.runs), options.key)
     unit = figures.UNITS.get(options.key, options.key)
     return figures.layer_curves(panels, unit, log=not options.linear, columns=2)
+
+
+def _layer_panels(runs: Sequence[Run], key: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Label -> steps [N] and values [N, L] of a key; labels that come again are numbered."""
+    panels: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for run in runs:
+        steps, values = run.series(key)
+        if values.ndim != 2:
+            raise ConfigError("RUN", f"{key} is no list for each layer", value=str(run.path))
+        panels[_unused(run.label, panels)] = steps, values
+    _require_finite([values for _, values in panels.values()], key)
+    return panels
+
+
+def _require_finite(series: Sequence[np.ndarray], what: str) -> None:
+    """Raise ConfigError where a figure would be empty."""
+    if not any(np.isfinite(values).any() for values in series):
+        raise ConfigError("RUN", f"there is nothing to draw: no value of {what} is finite")
 
 
 def _unused(label: str, taken: Mapping[str, Any]) -> str:
@@ -270,12 +326,14 @@ def cosine(options: argparse.Namespace) -> Figure:
             ]
         finally:
             logging.disable(logging.NOTSET)
+        _require_finite([np.array(values) for _, values in lines], "the cosines")
         return figures.cosines(lines, f"checkpoints of steps {first:,} and {second:,}")
     lines, compared = [], set()
     for run in runs:
         steps, values = run.series("residual_cosine")
         lines.append((run.label, values[-1]))
         compared.add((int(run.series("residual_cosine_step")[1][-1]), int(steps[-1])))
+    _require_finite([values for _, values in lines], "residual_cosine")
     note = ", ".join(f"steps {first:,} and {last:,}" for first, last in sorted(compared))
     return figures.cosines(lines, note)
 
@@ -288,7 +346,7 @@ def depth(options: argparse.Namespace) -> Figure:
     """
     settings = {"window": options.window, "threshold": options.threshold}
     measures: dict[str, Callable[[Run], float]] = {
-        "held-out perplexity": Run.perplexity,
+        PERPLEXITY: Run.perplexity,
         "spike score of loss (%)": lambda run: 100 * run.spike_score("loss", **settings),
         "spike score of\ngradient norm (%)": lambda run: 100 * run.spike_score("grad_norm", **settings),
     }
@@ -298,11 +356,19 @@ def depth(options: argparse.Namespace) -> Figure:
         layers = run.setting("model", "n_layers")
         for unit, measure in measures.items():
             panels[unit].setdefault(run.label, {}).setdefault(layers, []).append(measure(run))
-    for unit in list(panels):
-        if not figures.finite([value for each in panels[unit].values() for found in each.values() for value in found]):
-            print(f"no {' '.join(unit.split()[:-1])}: no run is long enough for --window {options.window}",
-                  file=sys.stderr)  # fmt: skip
+    for unit in measures:
+        name = " ".join(unit.split()).removesuffix(" (%)")
+        values = {label: list(itertools.chain(*depths.values())) for label, depths in panels[unit].items()}
+        missing = {label: sum(not math.isfinite(value) for value in found) for label, found in values.items()}
+        if all(missing[label] == len(found) for label, found in values.items()):
             del panels[unit]
+            if unit != PERPLEXITY:
+                print(f"no {name}: no run is long enough for --window {options.window}", file=sys.stderr)
+                continue
+        for label, count in missing.items():
+            if count:
+                left_out = f"{count} of {len(values[label])} runs have no finite {name} and are left out of that panel"
+                print(f"{label}: {left_out}", file=sys.stderr)
     if not panels:
         raise ConfigError("", "no run has anything to draw")
     return figures.by_depth(panels)

@@ -55,9 +55,7 @@ def checkpoint_cosines(run: Path, first: int, second: int, sequences: int, devic
         directions = None
         for step, path in zip((first, second), paths, strict=True):
             with tempfile.TemporaryDirectory(prefix="cosine-") as scratch:
-                probing = _built(recipe_file, path, Path(scratch) / "run", device)
-                for transform in probing.transforms:
-                    transform.before_step(step)
+                probing = _built(run, step, path, Path(scratch) / "run", device)
                 tokens_BS = probing.tokens(sequences)
                 if directions is None:
                     directions = probing.residual_directions(tokens_BS)
@@ -66,15 +64,29 @@ def checkpoint_cosines(run: Path, first: int, second: int, sequences: int, devic
         mesh.stop()
 
 
-def _built(recipe_file: Path, checkpoint: Path, scratch: Path, device: str) -> Probing:
-    """The run's model with the weights of a checkpoint, which nothing is written beside."""
+def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -> Probing:
+    """The run's model as update `step + 1` would find it, from a checkpoint that nothing is written beside."""
     from titan_prores.trainer import Trainer
+    from titan_prores.transform import load_states
 
     overrides = [*ALONE, f"--job.device={device}", f"--job.dump_folder={scratch}",
                  f"--checkpoint.init_from={checkpoint.resolve()}"]  # fmt: skip
-    recipe = resolve(config.load(recipe_file, overrides, registry.builtin_folder() / "defaults.toml"), 1)
+    folder = RunFolder(run, is_main=False)
+    recipe = resolve(config.load(folder.recipe_file, overrides, registry.builtin_folder() / "defaults.toml"), 1)
     trainer = Trainer(recipe, World(0, 0, 1))
     trainer.build()
     trainer.watchdog.close()
     trainer.run.close()
+    # init_from takes weights alone; a schedule may have a state besides.
+    try:
+        meta = recipe.slots["checkpoint"].build(run=folder, mesh=trainer.mesh).read_meta(step)
+    except ConfigError as error:
+        raise error.under("checkpoint") from error
+    try:
+        load_states(trainer.parts.transforms, meta.get("transforms", {}), step)
+        for transform in trainer.transforms:
+            transform.before_step(step)
+    except Exception as error:  # whatever a transform makes of a state that it has not written
+        problem = f"the state of the transforms in {checkpoint} cannot be taken: {type(error).__name__}: {error}"
+        raise ConfigError("--checkpoints", problem, value=step) from error
     return trainer.probing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -101,9 +100,11 @@ def layer_curves(
         deepest = max(values.shape[1] for _, values in panels.values())
         norm = Normalize(1, max(deepest, 2))
         for i, (axis, (title, (steps, values))) in enumerate(zip(axes, panels.items(), strict=False)):
+            if log:
+                values = np.where(values > 0, values, np.nan)
             # Deep layers first, so that the few shallow ones are not hidden where many meet.
             for layer in reversed(range(values.shape[1])):
-                axis.plot(steps, values[:, layer], color=colours(norm(layer + 1)), linewidth=1.2)
+                _line(axis, steps, values[:, layer], color=colours(norm(layer + 1)), linewidth=1.2)
             axis.set_title(title)
             if log:
                 _logarithmic(axis, values)
@@ -136,8 +137,8 @@ def loss_curves(runs: Sequence[tuple[str, Curve]], decay: float) -> Figure:
         labelled = set()
         for label, curve in runs:
             colour, marker = colours[label]
-            axis.plot(curve.steps, curve.training, color=colour, alpha=0.25, linewidth=0.8)
-            axis.plot(curve.steps, ema(curve.training, decay), color=colour, label=_once(labelled, label))
+            _line(axis, curve.steps, curve.training, color=colour, alpha=0.25, linewidth=0.8)
+            _line(axis, curve.steps, ema(curve.training, decay), color=colour, label=_once(labelled, label))
             axis.plot(curve.validation_steps, curve.validation, marker, color=colour, **HOLLOW)
         axis.plot([], [], "-", color="#777777", alpha=0.4, linewidth=0.8, label="each step")
         axis.plot([], [], "-", color="#777777", label=f"EMA({decay:g}) of training")
@@ -161,15 +162,16 @@ def loss_gap(training: Sequence[Series], validation: Sequence[Series], labels: t
     with styled():
         figure, (axis,) = _panels(1, 1, wide=6.4, high=4.0)
         axis.axhline(0, color="#444444", linewidth=0.8)
-        for pairs, colour, form, label in (
-            (averaged, COLOURS[0], "-", f"training, EMA({decay:g})"), (validation, COLOURS[1], "o-", "held out"),
+        for pairs, colour, marks, label in (
+            (averaged, COLOURS[0], {}, f"training, EMA({decay:g})"),
+            (validation, COLOURS[1], {"marker": "o", "markevery": None, "markeredgecolor": "white"}, "held out"),
         ):  # fmt: skip
             if len(pairs) > 1:
                 for pair in pairs:
-                    axis.plot(*pair, color=colour, alpha=0.35, linewidth=0.8)
+                    _line(axis, *pair, color=colour, alpha=0.35, linewidth=0.8)
                 label += f", mean of {len(pairs)} pairs"
             if pairs:
-                axis.plot(*_mean(pairs), form, color=colour, markeredgecolor="white", label=label)
+                _line(axis, *_mean(pairs), color=colour, label=label, **marks)
         if len(training) > 1:
             axis.plot([], [], color="#777777", alpha=0.6, linewidth=0.8, label="each pair")
         _steps(axis)
@@ -201,7 +203,7 @@ def cosines(lines: Sequence[tuple[str, Sequence[float]]], note: str) -> Figure:
             colour, marker = colours[label]
             layers = np.arange(1, len(values) + 1)
             axis.plot(layers, values, marker=marker, markersize=4, color=colour, label=_once(labelled, label))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axis.set_xlabel("layer")
         axis.set_ylabel(f"{UNITS['residual_cosine']}\n({note})")
         axis.legend()
@@ -255,10 +257,19 @@ def _panels(
     return figure, figure.subplots(n_rows, columns, sharex=share, sharey=share, squeeze=False).ravel()
 
 
+def _line(axis: Axes, steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
+    """A line with gaps where values [N] are not finite, and a point where one stands alone, which no line shows."""
+    drawn = np.concatenate([[False], np.isfinite(values), [False]])
+    alone = drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]
+    points = {"marker": "o", "markevery": alone, "markersize": 4} if alone.any() else {}
+    axis.plot(steps, values, **{**points, **style})
+
+
 def _steps(axis: Axes, label: bool = True) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    # With two ticks at least, a single step has some that are no whole numbers.
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if label:
         axis.set_xlabel(STEP)
@@ -288,8 +299,3 @@ def _once(seen: set[str], label: str) -> str:
         return "_nolegend_"
     seen.add(label)
     return label
-
-
-def finite(values: Sequence[float]) -> bool:
-    """Whether any value is a number to draw."""
-    return any(math.isfinite(value) for value in values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,17 +63,21 @@ class Run:
         """
         try:
             return self.recipe[section][key]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ConfigError(f"{section}.{key}", f"is not in the recipe of {self.path}") from None
 
     def perplexity(self) -> float:
-        """Held-out perplexity after the last step that was validated."""
-        return math.exp(min(self.series("validation_loss")[1][-1], 700))
+        """Held-out perplexity after the last step that was validated; infinite where the loss is not finite."""
+        loss = self.series("validation_loss")[1][-1]
+        return math.exp(loss) if loss < 700 else math.inf
 
-    def spike_score(self, key: str, **settings: float) -> float:
-        """Spike score of the values of a key over the steps of the run's schedules; NaN where too few were scored."""
-        series = zip(*(array.tolist() for array in self.series(key)), strict=True)
-        return spike_score(series, self.setting("training", "steps"), **settings)
+    def spike_score(self, key: str, *, window: int, threshold: float) -> float:
+        """Spike score of the values of a key over the steps of the run's schedules; NaN where none was scored."""
+        steps, values = self.series(key)
+        if len(steps) <= window:  # which may be more than memory holds
+            return math.nan
+        series = zip(steps.tolist(), values.tolist(), strict=True)
+        return spike_score(series, self.setting("training", "steps"), window=window, threshold=threshold)
 
 
 def load_run(path: Path, label: str | None = None) -> Run:
@@ -97,23 +102,33 @@ def load_run(path: Path, label: str | None = None) -> Run:
 def load_runs(arguments: Sequence[str]) -> list[Run]:
     """Runs named as `[LABEL=]FOLDER`, where FOLDER may be a pattern and a label may be given to several.
 
+    A folder may have "=" in its name: an argument is split only where the whole of it is no folder and no pattern of
+    any.
+
     Raises:
         ConfigError: one is no run folder, or a pattern matches nothing.
     """
     runs = []
     for argument in arguments:
-        label, separator, pattern = argument.partition("=")
-        if not separator or Path(argument).exists():
-            label, pattern = "", argument
-        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
+        label, paths = "", _matching(argument)
         if not paths:
-            raise ConfigError("RUN", "there is no such run folder", value=pattern)
+            label, _, pattern = argument.partition("=")
+            paths = _matching(pattern)
+        if not paths:
+            raise ConfigError("RUN", "there is no such run folder", value=argument)
         runs += [load_run(Path(path), label or None) for path in paths]
     return runs
 
 
+def _matching(pattern: str) -> list[str]:
+    """The path itself, where there is one of that name, or those that the pattern stands for."""
+    return [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+
+
 def ema(values: np.ndarray, decay: float) -> np.ndarray:
-    """Exponential moving average whose first values are not drawn to zero; what is not finite leaves it as it is.
+    """Exponential moving average whose first values are not drawn to zero.
+
+    It is NaN where a value is not finite, and goes on from before with the next one that is.
 
     Args:
         values: [N].
@@ -125,7 +140,7 @@ def ema(values: np.ndarray, decay: float) -> np.ndarray:
         if math.isfinite(value):
             average = decay * average + (1 - decay) * value
             weight = decay * weight + (1 - decay)
-        found[i] = average / weight if weight else math.nan
+            found[i] = average / weight
     return found
 
 
