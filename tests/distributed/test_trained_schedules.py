@@ -100,12 +100,13 @@ def test_a_gradient_that_is_not_summed_is_noticed(layout: str, reference, two_ra
 def test_four_ranks_compiled_and_recomputed(folder: Path, reference: dict[str, Any]) -> None:
     """FSDP2 x TP, and HSDP, with compiled layers that are computed again in the backward pass."""
     layouts = {
-        "fsdp2xtp2": ["--parallelism.data_parallel_shard_degree=2", "--parallelism.tensor_parallel_degree=2"],
+        "fsdp2xtp2": [
+            "--parallelism.data_parallel_shard_degree=2",
+            "--parallelism.tensor_parallel_degree=2",
+            "--training.local_batch_size=8",
+        ],
         "hsdp": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
     }
-    variants = {
-        name: [*own, "--training.local_batch_size=8", *VARIANTS["learned"], *TRANSFORMS]
-        for name, own in layouts.items()
-    }
+    variants = {name: [*own, *VARIANTS["learned"], *TRANSFORMS] for name, own in layouts.items()}
     for run in run_ranks(train_all, 4, [], str(folder / "four"), variants, timeout=400)[0].values():
         assert_same_run(run, reference["learned"])

@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "train_configs"
 GOLDEN = Path(__file__).parent / "golden"
 INHERITED = GOLDEN / "inherited.toml"
+# The recipes of runs whose results are kept here are resolved ones already.
+PATHS = sorted(path for path in FOLDER.rglob("*.toml") if "results" not in path.parts)
+TABLES = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in PATHS}
 # A sweep says which recipe it is about; it is none.
-TABLES = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.rglob("*.toml"))}
 RECIPES = [path for path, tables in TABLES.items() if "recipe" not in tables]
 NAMES = {path: path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
 ROOTS = [path for path in RECIPES if "base" not in TABLES[path]]
