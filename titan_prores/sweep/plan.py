@@ -217,12 +217,11 @@ class Sweep:
 
     def _check_keys(self) -> None:
         """Refuse what another part of the sweep would silently overwrite."""
-        setters: dict[str, str] = {dotted(key): "settings" for key in flatten(self.file.settings)}
         taken = {"training.seed": "seeds = [0, 1, 2]", "job.dump_folder": "folder"}
-        for key, instead in taken.items():
-            if key in setters:
-                self._refuse(f"settings.{key}", "every run has its own", allowed=instead)
-        setters.clear()
+        for key in map(dotted, flatten(self.file.settings)):
+            if key in taken:
+                self._refuse(f"settings.{key}", "every run has its own", allowed=taken[key])
+        setters: dict[str, str] = {}  # key -> the axis that sets it
         for axis, values in self.axes.items():
             for key in dict.fromkeys(key for changes in values.values() for key in changes):
                 if key in taken:

@@ -120,7 +120,7 @@ class Book:
         results.keep_course(self.sweep.folder / run.name, file.parent, self.sweep.file.keep)
         result.kept = list(self.sweep.file.keep)
         result.write(file)
-        self._ended[run.name] = results.read(self.file(run))
+        self._ended[run.name] = results.read(file)
 
     def keep_all(self) -> None:
         """Keep the result of every run that has ended and is not kept yet, or without what is to be kept now."""
@@ -227,8 +227,8 @@ class Runner:
                 child.process.send_signal(signal.SIGTERM)
         if self.stopped:
             return bool(self._children)
-        for run in [run for run in self.book.runs() if run.name in self._elsewhere]:
-            if (result := self.book.result(run)).ended:
+        for run in self.book.runs() if self._elsewhere else ():
+            if run.name in self._elsewhere and (result := self.book.result(run)).ended:
                 self._elsewhere.remove(run.name)
                 self._keep(run, result, "has ended there")
         if len(self._children) < self.jobs:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from titan_prores.sweep.plan import SEED, Sweep
@@ -159,16 +159,13 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
         + ", ".join(f"{count} {state}" for state, count in counts.items() if count or state == "finished")
         + f"; {hours:.1f} hours in training steps. Lower is better; ± is the standard deviation over seeds.\n"
     ]
-    beside = {each.column for each in sweep.file.beside}
 
-    def table(some: Sequence[Cell]) -> str:
+    def table(some: Sequence[Cell], without: Collection[str] = ()) -> str:
         lines = [row(sweep, cell) for cell in some]
-        shown = [index for index in range(len(columns)) if any(line[index] for line in lines)]
-        if some is alone:  # figures from elsewhere stand beside what they can be compared with
-            shown = [index for index in shown if columns[index] not in beside]
+        filled = [index for index in range(len(columns)) if any(line[index] for line in lines)]
+        shown = [index for index in filled if columns[index] not in without]
         return markdown([columns[index] for index in shown], [[line[index] for index in shown] for line in lines])
 
-    alone: list[Cell] = []
     if not sweep.pair:
         return "\n".join([*parts, table(found)]) if found else parts[0]
     compared = [cell for cell in found if cell.baseline and cell.treatment]
@@ -180,7 +177,8 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
             table(compared),
         ]
     if alone:
-        parts += ["Runs without a counterpart:\n", table(alone)]
+        # Figures from elsewhere stand beside what they can be compared with.
+        parts += ["Runs without a counterpart:\n", table(alone, without={each.column for each in sweep.file.beside})]
     return "\n".join(parts)
 
 
