@@ -12,7 +12,7 @@ from titan_prores.registry import register
 
 @register("residual_schedule", "adaptive")
 class Adaptive(AdaptiveSchedule):
-    """One layer after another, the next once the output norm of the one before has settled (bounded both ways)."""
+    """One layer after another, the next once the one before has settled (bounded both ways)."""
 
     class Config(Section):
         warmup_steps: int = setting(1000, "a layer's own warmup, once it has begun", unit="optimizer steps", gt=0)
@@ -21,11 +21,11 @@ class Adaptive(AdaptiveSchedule):
         )
         max_steps: int = setting(2000, "the same, at most: then it begins anyway", unit="optimizer steps", gt=0)
         tolerance: float = setting(
-            0.01, "a layer has settled when the running mean of its output's root mean square changes by no more than "
+            0.01, "a layer has settled when the running mean of how far it turns the stream changes by no more than "
             "this share from one measurement to the next", ge=0,
         )  # fmt: skip
         every_steps: int = setting(
-            10, "one measurement every so many steps: it reads each layer's output once and waits for the device",
+            10, "one measurement every so many steps: it reads each layer's input and output and waits for the device",
             unit="optimizer steps", gt=0,
         )  # fmt: skip
         smoothing: float = setting(0.8, "share of the running mean that a measurement leaves as it was", ge=0, lt=1)

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.timeout(600)
 
 LOGITS = "prores_schedule.logits"
 SCHEDULE = "--transforms.prores.residual_schedule"
-TOLERANCE = 0.06
+TOLERANCE = 0.22
 VARIANTS = {
     "learned": [f"{SCHEDULE}.name=learned", f"{SCHEDULE}.start=0.3", f"{SCHEDULE}.lr=0.2", f"{SCHEDULE}.monotone=0.5"],
     "adaptive": [
-        f"{SCHEDULE}.name=adaptive", f"{SCHEDULE}.warmup_steps=3", f"{SCHEDULE}.min_steps=3", f"{SCHEDULE}.max_steps=5",
-        f"{SCHEDULE}.every_steps=1", f"{SCHEDULE}.tolerance={TOLERANCE}",
+        f"{SCHEDULE}.name=adaptive", f"{SCHEDULE}.warmup_steps=3", f"{SCHEDULE}.min_steps=3", f"{SCHEDULE}.max_steps=6",
+        f"{SCHEDULE}.every_steps=1", f"{SCHEDULE}.smoothing=0.2", f"{SCHEDULE}.tolerance={TOLERANCE}",
     ],
 }  # fmt: skip
 AT_ONCE = "--training.local_batch_size=16"  # the batch of a data rank as one microbatch
@@ -68,9 +68,9 @@ def test_reference_trains_and_follows(reference: dict[str, Any]) -> None:
     assert max(abs(last - first) for first, last in zip(learned["alphas"][0], learned["alphas"][-1], strict=True)) > 0.1
     begins = [next(step for step, alpha in enumerate(adaptive["alphas"]) if alpha[layer] > 0) for layer in range(4)]
     waits = [later - earlier for earlier, later in itertools.pairwise(begins)]
-    assert all(3 <= wait <= 5 for wait in waits) and len(set(waits)) > 1, "some by the signal and some by the bound"
+    assert all(3 <= wait <= 6 for wait in waits) and len(set(waits)) > 1, "some by the signal and some by the bound"
     # No decision hangs on rounding.
-    assert min(abs(change - TOLERANCE) for change in adaptive["adaptive_changes"]) > 1e-4
+    assert min(abs(change - TOLERANCE) for change in adaptive["adaptive_changes"]) > 1e-3
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate
 
+from components.model.norm_schemes import NORM_SCHEMES
+from tests.unit.test_llama import build, tokens
 from tests.unit.test_prores import L, Model, inputs
 from titan_prores import config, registry
 from titan_prores import mesh as mesh_module
@@ -328,6 +330,16 @@ def test_numbers_that_are_not_finite_are_passed_over() -> None:
     assert schedule.state() == other.state() and np.isfinite(schedule.state()["mean"]).all()
 
 
+def test_a_layer_that_turns_nothing_yet_has_not_settled() -> None:
+    """At alpha = 0 there is nothing to compare with: the first change is known two measurements later."""
+    schedule = adaptive(min_steps=1, tolerance=10)
+    for step, first in enumerate([0, 0, 1]):
+        schedule.observe(step, np.array([first, 0.0, 0.0]))
+        assert schedule.begins(step + 1) == [0] and "adaptive_change" not in schedule.row(step)
+    schedule.observe(3, np.array([1.0, 0.0, 0.0]))
+    assert schedule.change == pytest.approx(0.5) and schedule.begins(4) == [0, 4]
+
+
 def test_measurements_are_as_rare_as_they_should_be() -> None:
     schedule = adaptive(every_steps=5)
     assert [step for step in range(16) if schedule.measures(step)] == [0, 5, 10]
@@ -375,14 +387,16 @@ def test_settings_out_of_range(settings: dict[str, float], message: str) -> None
 class Recording(AdaptiveSchedule):
     """Keeps what it is told."""
 
-    def observe(self, step: int, rms: np.ndarray) -> None:
-        self.told = {**getattr(self, "told", {}), step: rms}
-        super().observe(step, rms)
+    def observe(self, step: int, turned: np.ndarray) -> None:
+        self.told = {**getattr(self, "told", {}), step: turned}
+        super().observe(step, turned)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_what_is_measured_is_the_root_mean_square_over_microbatches(dtype: torch.dtype, recompute: bool) -> None:
+def test_what_is_measured_is_how_far_layers_turn_the_tokens_of_all_microbatches(
+    dtype: torch.dtype, recompute: bool
+) -> None:
     model = Model(recompute=recompute).to(dtype)
     schedule = Recording(L, warmup_steps=2, min_steps=2, max_steps=50, every_steps=2, tolerance=0)
     scaling = ProRes(model, schedule)
@@ -396,13 +410,45 @@ def test_what_is_measured_is_the_root_mean_square_over_microbatches(dtype: torch
         scaling.after_backward()
     assert schedule.told.keys() == {0, 2}
     scaling.set_step(2)
-    outputs: list[list[torch.Tensor]] = [[] for _ in range(L)]
+    angles: list[list[torch.Tensor]] = [[] for _ in range(L)]
     with torch.no_grad():
         for x in batches:
             for number, layer in enumerate(model.layers):
-                outputs[number].append((x := layer(x)).double().flatten())
-    expected = [torch.cat(parts).square().mean().sqrt().item() for parts in outputs]
-    np.testing.assert_allclose(schedule.told[2], expected, rtol=1e-6)
+                y = layer(x)
+                cosine = torch.cosine_similarity(x.double(), y.double(), dim=-1).clamp(max=1)
+                angles[number].append(cosine.acos().flatten())
+                x = y
+    # The chord of an angle; only the first layer has begun.
+    expected = [(2 * (torch.cat(each) / 2).sin()).mean().item() for each in angles]
+    assert expected[0] > 0.01 > 1e-6 > max(expected[1:])
+    np.testing.assert_allclose(schedule.told[2], expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm", list(NORM_SCHEMES))
+def test_a_layer_settles_at_the_end_of_its_warmup_whatever_its_norms(norm: str) -> None:
+    """Weights stay, so what a layer does moves with alpha alone: settling needs alpha to stand still, and no bound.
+
+    Layer 1 is at 1 after 12 updates, and its running mean halves the distance to that with each one after.
+    """
+    model = build(norm=norm, n_layers=8)
+    scaling = ProRes(
+        model,
+        AdaptiveSchedule(8, warmup_steps=12, min_steps=1, max_steps=99, tolerance=1e-3, every_steps=1, smoothing=0.5),
+    )
+    for step in range(30):
+        scaling.set_step(step)
+        model(tokens()).sum().backward()
+        scaling.after_backward()
+    assert 12 < scaling.schedule.begins(30)[1] <= 12 + 12
+
+
+def test_layers_without_tensors_of_one_shape_are_an_error() -> None:
+    model = Model()
+    scaling = ProRes(model, AdaptiveSchedule(L, warmup_steps=2, min_steps=2, max_steps=5))
+    model.layers[L - 1].forward = lambda x: x[..., :1] * 1.0
+    scaling.set_step(0)
+    with pytest.raises(RuntimeError, match=f"layer {L}: .* tensors of one shape"):
+        model(inputs())
 
 
 def test_layers_that_cannot_be_measured_are_an_error() -> None:

@@ -14,15 +14,17 @@ class AdaptiveSchedule:
     Layer 1 begins at step 0, and alpha of a layer that has begun at step b is
     `floor + (1 - floor) * min((t - b) / warmup_steps, 1)`; until then it is `floor`.
 
-    What is measured, in every `every_steps`-th update, is m_l, the root mean square of layer l's output over all tokens
-    of the global batch. e_l, a running mean of it, moves by e_l <- smoothing * e_l + (1 - smoothing) * m_l, and its
-    change is c_l = |e_l after / e_l before - 1|. The newest layer l that has begun counts as settled by a measurement
-    with c_l <= tolerance, from `min_steps` after b on; layer l + 1 then begins with the next update. Without that it
-    begins at b + `max_steps`. So all layers are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement
-    with a number that is not finite is passed over.
+    What is measured, in every `every_steps`-th update, is m_l, how far layer l turns the stream: the mean of
+    |y / |y| - x / |x|| over all tokens of the global batch, x being a token's vector before the layer and y after it.
+    e_l, a running mean of it, moves by e_l <- smoothing * e_l + (1 - smoothing) * m_l, and its change is
+    c_l = |e_l after / e_l before - 1|. The newest layer l that has begun counts as settled by a measurement with
+    c_l <= tolerance, from `min_steps` after b on; layer l + 1 then begins with the next update. Without that it begins
+    at b + `max_steps`. So all layers are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement with a
+    number that is not finite is passed over.
 
-    The signal needs outputs that can grow. A layer that ends in a norm (Post-LN, DeepNorm, the first of Mix-LN) has an
-    output of constant size, so it counts as settled at once, and one layer follows the other by `min_steps`.
+    Directions are compared, as sizes say nothing where a layer ends in a norm. While alpha rises, so does m_l (less
+    where the layer turns far already), and c_l is about every_steps / (t - b) or less: a tolerance well below
+    every_steps / warmup_steps waits for the end of a layer's warmup.
 
     Given what it was told, alpha is a pure function of the step. What it was told is `state`.
 
@@ -78,26 +80,28 @@ class AdaptiveSchedule:
         """Whether the update after `step` completed ones is to be observed; never again once every layer has begun."""
         return step % self.every_steps == 0 and len(self.begins(step)) < self.n_layers
 
-    def observe(self, step: int, rms: np.ndarray) -> None:
+    def observe(self, step: int, turned: np.ndarray) -> None:
         """Take what was measured in the update after `step` completed ones.
 
         Args:
             step: one that `measures` asks for.
-            rms: of each layer's output, shape [n_layers], the same on all ranks.
+            turned: m_l of each layer, shape [n_layers], the same on all ranks.
         """
-        if not np.isfinite(rms).all() or not (rms > 0).all():
+        if not np.isfinite(turned).all():
             return
         before = self._mean
-        self._mean = rms.astype(np.float64) if before is None else (
-            self.smoothing * before + (1.0 - self.smoothing) * rms
+        self._mean = turned.astype(np.float64) if before is None else (
+            self.smoothing * before + (1.0 - self.smoothing) * turned
         )  # fmt: skip
         if before is None:
             return
         self._begun = self.begins(step)
         newest = len(self._begun) - 1
-        self.change = float(abs(self._mean[newest] / before[newest] - 1.0))
+        # A layer that turns nothing, as at alpha = 0, has not settled.
+        self.change = float(abs(self._mean[newest] / before[newest] - 1.0)) if before[newest] > 0 else None
+        settled = self.change is not None and self.change <= self.tolerance
         waited = step + 1 - self._begun[newest]
-        if newest + 1 < self.n_layers and waited >= self.min_steps and self.change <= self.tolerance:
+        if newest + 1 < self.n_layers and waited >= self.min_steps and settled:
             self._begun.append(step + 1)
 
     def state(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.functional import normalize
 from torch.utils._pytree import tree_leaves
 
 from titan_prores.prores.alpha import AlphaVector
@@ -112,7 +113,7 @@ class ProRes:
                 f"set_step({step}) between a forward pass and its backward pass: set alpha once per optimizer update, "
                 "before its first forward pass (run evaluation under torch.no_grad)"
             )
-        if self.alpha.has_gradient or (self._measuring and any(self._elements)):
+        if self.alpha.has_gradient or (self._measuring and any(self._seen)):
             raise GradientLeftError(
                 f"set_step({step}) before after_backward(), which a learned or adaptive schedule needs after the last "
                 "backward pass of each update"
@@ -129,8 +130,9 @@ class ProRes:
         self._measuring = hasattr(self.schedule, "observe") and self.schedule.measures(step)
         if self._measuring:
             n_layers = len(self.alpha.adds)
-            self._squares = torch.zeros(n_layers, dtype=torch.float64, device=self.alpha.tensor.device)
-            self._elements = [0] * n_layers
+            # Of each layer: how far it turned the vectors of tokens, summed up, and their number.
+            self._turned = torch.zeros(2, n_layers, dtype=torch.float64, device=self.alpha.tensor.device)
+            self._seen = [False] * n_layers
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -146,24 +148,31 @@ class ProRes:
             self.trained.set_gradient(self.alpha.take_gradient().to(self.trained.local.device))
         if self._measuring:
             self._measuring = False
-            if not all(self._elements):
+            if not all(self._seen):
                 raise RuntimeError(
-                    "layers ran unseen, or not at all: an adaptive schedule measures outputs by hooks, so compile "
+                    "layers ran unseen, or not at all: an adaptive schedule measures them by hooks, so compile "
                     "layer.forward and not the layer"
                 )
-            seen = torch.stack([self._squares, torch.tensor(self._elements).to(self._squares)])
-            squares, elements = self.alpha.sum_over_mesh(seen).cpu().numpy()
-            self.schedule.observe(self.step, np.sqrt(squares / elements))
+            turned, tokens = self.alpha.sum_over_mesh(self._turned).cpu().numpy()
+            self.schedule.observe(self.step, turned / tokens)
 
     def _measure(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        """Add what a layer has put out in a training pass to what is known of its mean square."""
+        """Add how far a layer turned the stream in a training pass to the sums of this update."""
         if torch.compiler.is_compiling() or not self._measuring or not torch.is_grad_enabled():
             return
-        tensor = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor)).detach()
-        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        dtype = torch.promote_types(part.dtype, torch.float32)
-        self._squares[number] += torch.linalg.vector_norm(part, dtype=dtype).double() ** 2
-        self._elements[number] += part.numel()
+        given, put_out = (
+            next((_local(t) for t in tree_leaves(tree) if isinstance(t, torch.Tensor)), None) for tree in (args, output)
+        )
+        if given is None or put_out is None or given.shape != put_out.shape:
+            raise RuntimeError(
+                f"layer {number + 1}: an adaptive schedule compares a layer's first argument with its first output, "
+                "which must be tensors of one shape"
+            )
+        dtype = torch.promote_types(put_out.dtype, torch.float32)
+        turned = (normalize(put_out.to(dtype), dim=-1) - normalize(given.to(dtype), dim=-1)).norm(dim=-1)
+        self._turned[0, number] += turned.sum(dtype=torch.float64)
+        self._turned[1, number] += turned.numel()
+        self._seen[number] = True
 
     @property
     def values(self) -> np.ndarray:
@@ -193,6 +202,12 @@ class ProRes:
             # The node's metadata keeps `graph` alive exactly as long as autograd keeps the node.
             tensor.grad_fn.metadata["prores_graph"] = graph
             tensor.register_hook(backward_begins)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank has, without its graph."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[ScaledResidualAdd]]:
