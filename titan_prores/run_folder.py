@@ -106,12 +106,12 @@ class RunFolder:
     def write_file(self, name: str, content: bytes) -> None:
         """Write a file of some component's, whole or not at all, in place of the one of that name."""
         if self.is_main:
-            _write_atomically(self.path / name, content)
+            write_atomically(self.path / name, content)
 
     def note_checkpoint(self, path: Path) -> None:
         """Remember the newest checkpoint, whoever wrote it."""
         if self.is_main:
-            _write_atomically(self.path / "latest_checkpoint", (os.path.relpath(path, self.path) + "\n").encode())
+            write_atomically(self.path / "latest_checkpoint", (os.path.relpath(path, self.path) + "\n").encode())
 
     def noted_checkpoint(self) -> Path | None:
         """The newest checkpoint that was noted, if it is still there."""
@@ -134,7 +134,7 @@ class RunFolder:
             status = {"state": state, "step": step, **facts, "time": now}
             file, content = self.path / "status.json", (json.dumps(status, indent=1) + "\n").encode()
             try:
-                _write_atomically(file, content)
+                write_atomically(file, content)
             except OSError as error:
                 if error.errno != errno.ENOSPC or not file.exists():
                     raise
@@ -189,9 +189,9 @@ class RunFolder:
         moved = [line for line in lines if (_row_step(line) or 0) > step]
         if moved:
             side = _unused(lambda n: self.path / f"metrics.after-step-{step}{f'.{n}' if n else ''}.jsonl")
-            _write_atomically(side, b"".join(moved))
+            write_atomically(side, b"".join(moved))
         if (content := b"".join(kept)) != data:
-            _write_atomically(self.metrics_file, content)
+            write_atomically(self.metrics_file, content)
         return len(moved)
 
     def validated(self, step: int) -> bool:
@@ -207,7 +207,7 @@ class RunFolder:
             if file.read_bytes() == content:
                 return
             file.rename(_unused(lambda n: file.with_name(f"{file.stem}.{n}{file.suffix}"), first=1))
-        _write_atomically(file, content)
+        write_atomically(file, content)
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError("job.dump_folder", problem, value=str(self.path))
@@ -238,6 +238,24 @@ def plain(value: Any) -> Any:
     return value
 
 
+def write_atomically(file: Path, content: bytes) -> None:
+    """Leave either the old file or the new one whole on disk, wherever the machine stops and whoever else writes it.
+
+    Its folder is made where there is none.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.replace(file)
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """A row of metrics.jsonl; None where the line is no JSON object."""
     try:
@@ -261,20 +279,6 @@ def _unused(name: Callable[[int], Path], first: int = 0) -> Path:
     while name(number).exists():
         number += 1
     return name(number)
-
-
-def _write_atomically(file: Path, content: bytes) -> None:
-    """Leave either the old file or the new one whole on disk, wherever the machine stops."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.replace(file)
 
 
 _TABLE = re.compile(r"^\[(?P<array>\[?)(?P<name>.+?)\]+$")

@@ -113,9 +113,10 @@ def layer_curves(
                 axis.set_ylabel(unit)
         for axis in axes[len(panels) :]:
             axis.remove()
-        bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes[: len(panels)]), label="layer", aspect=30)
-        bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        bar.outline.set_visible(False)
+        if deepest > 1:
+            bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(axes[: len(panels)]), label="layer", aspect=30)
+            bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            bar.outline.set_visible(False)
     return figure
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from titan_prores.config import dotted
 from titan_prores.errors import ConfigError, shown
 from titan_prores.recipe import Recipe, flatten
-from titan_prores.run_folder import RunFolder, read_rows
+from titan_prores.run_folder import RunFolder, read_rows, write_atomically
 
 ENDED = ("finished", "diverged", "failed")
 # Sections of a recipe that change nothing about what is learned.
@@ -70,7 +69,7 @@ class Result:
         """One key a line, so that a change of one is one line of a diff."""
         values = asdict(self) | {key: _rounded(getattr(self, key)) for key in ("final", "seconds")}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
-        _write(file, "{\n" + ",\n".join(lines) + "\n}\n")
+        write_atomically(file, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read(file: Path) -> Result:
@@ -102,16 +101,9 @@ def keep_course(run_folder: Path, folder: Path, keys: Sequence[str]) -> None:
             kept = {key: value for key, value in row.items() if key in (*keys, *ROW_MARKS)}
             lines.append(json.dumps(_rounded(kept, COURSE_DIGITS), separators=(",", ":")) + "\n")
     kept = RunFolder(folder, is_main=False)
-    _write(kept.metrics_file, "".join(lines))
+    write_atomically(kept.metrics_file, "".join(lines).encode())
     if run.recipe_file.exists():
-        _write(kept.recipe_file, run.recipe_file.read_text(encoding="utf-8"))
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+        write_atomically(kept.recipe_file, run.recipe_file.read_bytes())
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -195,7 +187,7 @@ def read_note(file: Path) -> dict[str, Any]:
 
 
 def write_note(file: Path, note: Mapping[str, Any]) -> None:
-    _write(file, json.dumps(note, indent=1) + "\n")
+    write_atomically(file, (json.dumps(note, indent=1) + "\n").encode())
 
 
 def _json(file: Path) -> dict[str, Any] | None:
