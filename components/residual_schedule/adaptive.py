@@ -17,8 +17,9 @@ class Adaptive(AdaptiveSchedule):
     class Config(Section):
         warmup_steps: int = setting(1000, "a layer's own warmup, once it has begun", unit="optimizer steps", gt=0)
         min_steps: int = setting(
-            500, "from the beginning of one layer's warmup to the next one's, at least", unit="optimizer steps", gt=0
-        )
+            1000, "from the beginning of one layer's warmup to the next one's, at least; below warmup_steps a layer is "
+            "judged while its alpha still rises", unit="optimizer steps", gt=0,
+        )  # fmt: skip
         max_steps: int = setting(2000, "the same, at most: then it begins anyway", unit="optimizer steps", gt=0)
         tolerance: float = setting(
             0.01, "a layer has settled when the running mean of how far it turns the stream changes by no more than "

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.timeout(600)
 
 LOGITS = "prores_schedule.logits"
 SCHEDULE = "--transforms.prores.residual_schedule"
-TOLERANCE = 0.22
+TOLERANCE = 0.4
 VARIANTS = {
     "learned": [f"{SCHEDULE}.name=learned", f"{SCHEDULE}.start=0.3", f"{SCHEDULE}.lr=0.2", f"{SCHEDULE}.monotone=0.5"],
+    # Post-LN, whose outputs have one size all the time.
     "adaptive": [
-        f"{SCHEDULE}.name=adaptive", f"{SCHEDULE}.warmup_steps=3", f"{SCHEDULE}.min_steps=3", f"{SCHEDULE}.max_steps=6",
+        "--model.norm=post", f"{SCHEDULE}.name=adaptive",
+        f"{SCHEDULE}.warmup_steps=3", f"{SCHEDULE}.min_steps=3", f"{SCHEDULE}.max_steps=6",
         f"{SCHEDULE}.every_steps=1", f"{SCHEDULE}.smoothing=0.2", f"{SCHEDULE}.tolerance={TOLERANCE}",
     ],
 }  # fmt: skip
@@ -107,6 +109,7 @@ def test_four_ranks_compiled_and_recomputed(folder: Path, reference: dict[str, A
         ],
         "hsdp": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
     }
-    variants = {name: [*own, *VARIANTS["learned"], *TRANSFORMS] for name, own in layouts.items()}
-    for run in run_ranks(train_all, 4, [], str(folder / "four"), variants, timeout=400)[0].values():
-        assert_same_run(run, reference["learned"])
+    cells = {(layout, "learned") for layout in layouts} | {("fsdp2xtp2", "adaptive")}
+    variants = {"/".join(cell): [*layouts[cell[0]], *VARIANTS[cell[1]], *TRANSFORMS] for cell in sorted(cells)}
+    for name, run in run_ranks(train_all, 4, [], str(folder / "four"), variants, timeout=400)[0].items():
+        assert_same_run(run, reference[name.split("/")[1]])

@@ -52,7 +52,7 @@ def test_schedules_move_before_and_after_the_stop(straight: dict[str, Path]) -> 
     assert 1 < layers[10] < layers[20]
     meta = json.loads((straight["adaptive"] / "checkpoint/step-00000010/meta.json").read_text())
     state = meta["transforms"]["prores"]
-    assert len(state["begun"]) == layers[10] and len(state["mean"]) == 4 and max(state["begun"]) <= 10
+    assert len(state["begun"]) == layers[10] and state["mean"] > 0 and max(state["begun"]) <= 10
     bounds = [earlier + 8 for earlier in state["begun"]]
     assert [first for first in state["begun"][1:] if first not in bounds], "none of the decisions was measured"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ def test_a_parameter_that_no_rule_draws_is_refused(two_by_two, monkeypatch: pyte
     ("name", "said"),
     [
         ("learned", "8 residual adds scaled, learned (4 logits from alpha = 0.1, 1/l; lr = 0.01)"),
-        ("adaptive", "8 residual adds scaled, adaptive (all layers at 1 after 2500 to 7000 steps"),
+        ("adaptive", "8 residual adds scaled, adaptive (all layers at 1 after 4000 to 7000 steps"),
     ],
 )
 def test_check_describes_them(name: str, said: str) -> None:
@@ -297,19 +298,26 @@ def test_bounds_without_any_measurement() -> None:
 def test_settling_by_hand() -> None:
     """Running means at smoothing 1/2, layer 1: 4, 3, 2.75; changes -1/4 and -1/12, which is settled."""
     schedule = adaptive()
-    for step, first in enumerate([4, 2, 2.5]):
+    for step, first in enumerate([100, 4, 2, 2.5]):  # the first is of alpha = 0
         assert schedule.begins(step) == [0] and schedule.measures(step)
         schedule.observe(step, np.array([first, 1.0, 9.0]))
-    assert schedule.change == pytest.approx(1 / 12)
-    assert schedule.begins(2) == [0] and schedule.begins(3) == [0, 3]
-    np.testing.assert_allclose(schedule(4), [1, 0.25, 0])
-    # Layer 2 is still from the start, yet must wait for min_steps: the update after 4 is the first in which it counts.
-    schedule.observe(3, np.array([100.0, 1.0, 9.0]))
-    assert schedule.begins(4) == [0, 3] and schedule.change == 0
-    schedule.observe(4, np.array([1.0, 1.0, 9.0]))
-    assert schedule.begins(5) == [0, 3, 5] and not schedule.measures(5)
-    np.testing.assert_allclose(schedule(7), [1, 1, 0.5])
-    assert schedule.row(7) == {"adaptive_layers": 3, "adaptive_change": 0.0}
+    assert schedule.begins(3) == [0] and schedule.begins(4) == [0, 4]
+    np.testing.assert_allclose(schedule(5), [1, 0.25, 0])
+    # Layer 2 stands still from the start, yet two of its measurements are needed, and then min_steps are over.
+    for step, second in enumerate([7, 1, 1], 4):
+        assert schedule.begins(step) == [0, 4] and "adaptive_change" not in schedule.row(step)
+        schedule.observe(step, np.array([100.0, second, 9.0]))
+    assert schedule.begins(7) == [0, 4, 7] and not schedule.measures(7)
+    np.testing.assert_allclose(schedule(9), [1, 1, 0.5])
+    assert schedule.row(9) == {"adaptive_layers": 3}
+
+
+def test_layers_wait_for_min_steps() -> None:
+    schedule = adaptive(min_steps=5)
+    for step in range(5):
+        assert schedule.begins(step) == [0]
+        schedule.observe(step, np.ones(3))
+    assert schedule.begins(5) == [0, 5]
 
 
 def test_what_is_unsettled_waits_for_the_bound() -> None:
@@ -327,17 +335,25 @@ def test_numbers_that_are_not_finite_are_passed_over() -> None:
         schedule.observe(step, np.array([value, 1.0, 1.0]))
         if np.isfinite(value):
             other.observe(step, np.array([value, 1.0, 1.0]))
-    assert schedule.state() == other.state() and np.isfinite(schedule.state()["mean"]).all()
+    assert schedule.state() == other.state() and np.isfinite(schedule.state()["mean"])
 
 
-def test_a_layer_that_turns_nothing_yet_has_not_settled() -> None:
-    """At alpha = 0 there is nothing to compare with: the first change is known two measurements later."""
+def test_a_layer_that_turns_nothing_has_not_settled() -> None:
+    """There is nothing to compare with: the first change is known two measurements after it has begun to."""
     schedule = adaptive(min_steps=1, tolerance=10)
-    for step, first in enumerate([0, 0, 1]):
+    for step, first in enumerate([0, 0, 0, 1]):
         schedule.observe(step, np.array([first, 0.0, 0.0]))
         assert schedule.begins(step + 1) == [0] and "adaptive_change" not in schedule.row(step)
-    schedule.observe(3, np.array([1.0, 0.0, 0.0]))
-    assert schedule.change == pytest.approx(0.5) and schedule.begins(4) == [0, 4]
+    schedule.observe(4, np.array([1.0, 0.0, 0.0]))
+    assert schedule.begins(5) == [0, 5]
+
+
+def test_the_change_shown_is_that_of_the_newest_layer() -> None:
+    schedule = adaptive(tolerance=0)
+    for step, first in enumerate([9.0, 4.0, 2.0]):
+        schedule.observe(step, np.array([first, 1.0, 1.0]))
+    assert schedule.row(2) == {"adaptive_layers": 1, "adaptive_change": 0.25}
+    assert schedule.row(6) == {"adaptive_layers": 2}, "which began by the bound"
 
 
 def test_measurements_are_as_rare_as_they_should_be() -> None:
@@ -360,8 +376,12 @@ def test_state_goes_through_json_and_on_as_before() -> None:
     assert second.state() == straight.state() and len(straight.state()["begun"]) == 3
     second.load_state({})
     assert second.state() == adaptive().state()
-    with pytest.raises(ValueError, match="not one of 3 layers"):
-        second.load_state({"begun": [0], "mean": [1.0], "change": None})
+    for wrong in (
+        {"begun": [0, 1, 2, 3]}, {"begun": []}, {"begun": None}, {"begun": [1]}, {"begun": [0, 5, 3]},
+        {"begun": [0, 1.5]}, {"mean": [1.0]}, {"change": "x"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="state of an adaptive schedule"):
+            second.load_state(wrong)
 
 
 @pytest.mark.parametrize(
@@ -425,21 +445,31 @@ def test_what_is_measured_is_how_far_layers_turn_the_tokens_of_all_microbatches(
 
 
 @pytest.mark.parametrize("norm", list(NORM_SCHEMES))
-def test_a_layer_settles_at_the_end_of_its_warmup_whatever_its_norms(norm: str) -> None:
-    """Weights stay, so what a layer does moves with alpha alone: settling needs alpha to stand still, and no bound.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_layer_is_seen_to_rise_whatever_its_norms(norm: str, dtype: torch.dtype) -> None:
+    """Weights stay, so what a layer does moves with alpha alone. No other bound is near.
 
-    Layer 1 is at 1 after 12 updates, and its running mean halves the distance to that with each one after.
+    A layer is at 1 after 12 updates, and its running mean halves the distance to that with each one after. That a layer
+    turns little before, when alpha has hardly begun to rise, is not taken for having settled.
     """
-    model = build(norm=norm, n_layers=8)
+    model = build(norm=norm, n_layers=4).to(dtype)
+    # In bf16 the last digits of small alphas are lost, and with them what tells one measurement from the next.
+    tolerance = {torch.float32: 1e-3, torch.bfloat16: 1e-2}[dtype]
     scaling = ProRes(
         model,
-        AdaptiveSchedule(8, warmup_steps=12, min_steps=1, max_steps=99, tolerance=1e-3, every_steps=1, smoothing=0.5),
+        AdaptiveSchedule(
+            4, warmup_steps=12, min_steps=1, max_steps=99, tolerance=tolerance, every_steps=1, smoothing=0.5
+        ),
     )
-    for step in range(30):
+    for step in range(100):
         scaling.set_step(step)
-        model(tokens()).sum().backward()
+        model(tokens()).float().sum().backward()
         scaling.after_backward()
-    assert 12 < scaling.schedule.begins(30)[1] <= 12 + 12
+    waits = [later - earlier for earlier, later in itertools.pairwise(scaling.schedule.begins(100))]
+    assert len(waits) == 3 and waits[0] <= 24, waits
+    # What the first layer adds is large beside the embedding: with a wide tolerance its direction is settled early.
+    judged = waits if dtype == torch.float32 else waits[1:]
+    assert all(12 <= wait <= 12 + 12 for wait in judged), waits
 
 
 def test_layers_without_tensors_of_one_shape_are_an_error() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,17 +16,16 @@ class AdaptiveSchedule:
     Layer 1 begins at step 0, and alpha of a layer that has begun at step b is
     `floor + (1 - floor) * min((t - b) / warmup_steps, 1)`; until then it is `floor`.
 
-    What is measured, in every `every_steps`-th update, is m_l, how far layer l turns the stream: the mean of
-    |y / |y| - x / |x|| over all tokens of the global batch, x being a token's vector before the layer and y after it.
-    e_l, a running mean of it, moves by e_l <- smoothing * e_l + (1 - smoothing) * m_l, and its change is
-    c_l = |e_l after / e_l before - 1|. The newest layer l that has begun counts as settled by a measurement with
-    c_l <= tolerance, from `min_steps` after b on; layer l + 1 then begins with the next update. Without that it begins
-    at b + `max_steps`. So all layers are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement with a
-    number that is not finite is passed over.
+    What is measured, in every `every_steps`-th update, is how far the newest layer l that has begun turns the stream:
+    m, the mean of |y / |y| - x / |x|| over all tokens of the global batch, x being a token's vector before the layer
+    and y after it. e, a running mean of it since b, moves by e <- smoothing * e + (1 - smoothing) * m, and its change
+    is c = |e after / e before - 1|. The layer counts as settled by a measurement with c <= tolerance, from `min_steps`
+    after b on; layer l + 1 then begins with the next update. Without that it begins at b + `max_steps`. So all layers
+    are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement that is not finite is passed over.
 
-    Directions are compared, as sizes say nothing where a layer ends in a norm. While alpha rises, so does m_l (less
-    where the layer turns far already), and c_l is about every_steps / (t - b) or less: a tolerance well below
-    every_steps / warmup_steps waits for the end of a layer's warmup.
+    Directions are compared, as sizes say nothing where a layer ends in a norm. While alpha rises m moves with it: about
+    as much as alpha where the branch is small beside the stream, hardly where it is large. So `min_steps` below
+    `warmup_steps` judges layers by what alpha does to them, and one that is not below it by what they have learned.
 
     Given what it was told, alpha is a pure function of the step. What it was told is `state`.
 
@@ -85,45 +86,50 @@ class AdaptiveSchedule:
 
         Args:
             step: one that `measures` asks for.
-            turned: m_l of each layer, shape [n_layers], the same on all ranks.
+            turned: m of each layer, shape [n_layers], the same on all ranks.
         """
-        if not np.isfinite(turned).all():
+        if len(begun := self.begins(step)) > len(self._begun):
+            self._begin(begun)
+        measured = float(turned[len(begun) - 1])
+        # In the update in which a layer begins its alpha is still the floor: what it does then is rounding, or old.
+        if step == begun[-1] or not math.isfinite(measured):
             return
         before = self._mean
-        self._mean = turned.astype(np.float64) if before is None else (
-            self.smoothing * before + (1.0 - self.smoothing) * turned
-        )  # fmt: skip
-        if before is None:
-            return
-        self._begun = self.begins(step)
-        newest = len(self._begun) - 1
-        # A layer that turns nothing, as at alpha = 0, has not settled.
-        self.change = float(abs(self._mean[newest] / before[newest] - 1.0)) if before[newest] > 0 else None
+        self._mean = measured if before is None else self.smoothing * before + (1.0 - self.smoothing) * measured
+        self.change = abs(self._mean / before - 1.0) if before else None
         settled = self.change is not None and self.change <= self.tolerance
-        waited = step + 1 - self._begun[newest]
-        if newest + 1 < self.n_layers and waited >= self.min_steps and settled:
-            self._begun.append(step + 1)
+        if len(begun) < self.n_layers and step + 1 - begun[-1] >= self.min_steps and settled:
+            self._begin([*begun, step + 1])
+
+    def _begin(self, begun: list[int]) -> None:
+        """Turn to the newest of these layers, of which nothing is known yet."""
+        self._begun, self._mean = begun, None
 
     def state(self) -> dict[str, Any]:
         """All that alpha depends on besides the step, JSON-ready; floats come back from JSON as they were."""
-        mean = None if self._mean is None else self._mean.tolist()
-        return {"begun": list(self._begun), "mean": mean, "change": self.change}
+        return {"begun": list(self._begun), "mean": self._mean, "change": self.change}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take what `state` gave; an empty one is that of the beginning.
 
         Raises:
-            ValueError: it is that of a schedule for another number of layers.
+            ValueError: it is none, or that of a schedule for more layers.
         """
-        mean = state.get("mean")
-        begun = list(state.get("begun", [0]))
-        if len(begun) > self.n_layers or (mean is not None and len(mean) != self.n_layers):
-            raise ValueError(f"the state of an adaptive schedule is not one of {self.n_layers} layers")
-        self._begun: list[int] = begun
-        self._mean = None if mean is None else np.array(mean, dtype=np.float64)
-        self.change: float | None = state.get("change")
+        begun, mean, change = state.get("begun", [0]), state.get("mean"), state.get("change")
+        steps = isinstance(begun, list) and all(isinstance(step, int) for step in begun)
+        if not steps or not begun or begun[0] != 0 or any(a >= b for a, b in itertools.pairwise(begun)):
+            raise ValueError(f"no state of an adaptive schedule: layers begin at {begun}")
+        if len(begun) > self.n_layers:
+            raise ValueError(f"the state of an adaptive schedule is of {len(begun)} layers, not of {self.n_layers}")
+        if not all(value is None or isinstance(value, (int, float)) for value in (mean, change)):
+            raise ValueError(f"no state of an adaptive schedule: mean {mean}, change {change}")
+        self._begun: list[int] = list(begun)
+        self._mean: float | None = mean
+        self.change: float | None = change
 
     def row(self, step: int) -> dict[str, Any]:
-        """What to show of it: layers that have begun, and the change last measured of the newest of them then."""
+        """What to show of it: layers that have begun, and the change last measured of the newest of them."""
         shown: dict[str, Any] = {"adaptive_layers": len(self.begins(step))}
-        return shown if self.change is None else {**shown, "adaptive_change": self.change}
+        of_newest = self._begun[-1] > step or (self._mean is not None and len(self.begins(step)) == len(self._begun))
+        known = self.change is not None and of_newest
+        return {**shown, "adaptive_change": self.change} if known else shown
