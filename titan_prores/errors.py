@@ -30,7 +30,9 @@ def _fold(name: str) -> str:
 
 def shown(value: Any) -> str:
     """A value as a message shows it: on one line, like TOML, and no longer than anybody reads."""
-    if isinstance(value, bool):
+    if value is None:
+        text = "not set"
+    elif isinstance(value, bool):
         text = str(value).lower()
     elif isinstance(value, Mapping):
         text = "{" + ", ".join(f"{name} = {shown(inner)}" for name, inner in value.items()) + "}"

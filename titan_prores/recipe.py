@@ -6,7 +6,7 @@ needs no torch; the second imports plug-ins and components and checks their own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -253,6 +253,27 @@ def flatten(table: Mapping[str, Any], key: Key = ()) -> dict[Key, Any]:
     return flat
 
 
+def differences(recipe: Recipe, earlier: Mapping[str, Any]) -> Iterator[tuple[Key, Key | None, Any, Any]]:
+    """Compare the values of two recipes. A key that one of them lacks has its default there.
+
+    Args:
+        recipe: the recipe of now.
+        earlier: `Recipe.to_dict()` of another one, perhaps of an earlier version.
+
+    Yields:
+        Key, that of the setting that it is or lies in (None where this version has no such setting), and the values of
+        `earlier` and of now, of each key whose values differ; sorted by key.
+    """
+    rules, before, now = recipe.resume_rules(), flatten(earlier), flatten(recipe.to_dict())
+    for key in sorted(before.keys() | now.keys()):
+        prefixes = [key[:length] for length in range(len(key), 0, -1)]
+        ruled = next((prefix for prefix in prefixes if prefix in rules), None)
+        default = rules[ruled].default if ruled == key else None
+        old, new = before.get(key, default), now.get(key, default)
+        if old != new:
+            yield key, ruled, old, new
+
+
 def changes_since(recipe: Recipe, earlier: Mapping[str, Any]) -> tuple[list[ConfigError], list[str]]:
     """Compare with the resolved recipe that a checkpoint holds.
 
@@ -266,17 +287,10 @@ def changes_since(recipe: Recipe, earlier: Mapping[str, Any]) -> tuple[list[Conf
     Returns:
         An error for each changed key that must be the same, and a line for each other change.
     """
-    rules = recipe.resume_rules()
-    before, now = flatten(earlier), flatten(recipe.to_dict())
+    rules, before = recipe.resume_rules(), flatten(earlier)
     off = {key[:2] for key, on in before.items() if key[0] in SETS and key[2:] == ("enabled",) and not on}
     errors, notes = [], []
-    for key in sorted(before.keys() | now.keys()):
-        prefixes = [key[:length] for length in range(len(key), 0, -1)]
-        ruled = next((prefix for prefix in prefixes if prefix in rules), None)  # a leaf may lie inside a setting
-        default = rules[ruled].default if ruled == key else None
-        old, new = before.get(key, default), now.get(key, default)
-        if old == new:
-            continue
+    for key, ruled, old, new in differences(recipe, earlier):
         same = ruled is not None and rules[ruled].rule == "same"
         if same and key[:2] not in off and any(k[: len(ruled) - 1] == ruled[:-1] for k in before):
             errors.append(

@@ -96,6 +96,8 @@ class RunFolder:
         except OSError as error:
             raise self._error(f"cannot be written: {error.strerror}") from error
         self._lock = lock
+        for left in self.path.glob("*.tmp"):  # by a writer that was killed
+            left.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another run have the folder. Safe to call twice, or without `open`."""
@@ -136,7 +138,7 @@ class RunFolder:
             try:
                 write_atomically(file, content)
             except OSError as error:
-                if error.errno != errno.ENOSPC or not file.exists():
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
                     raise
                 with file.open("r+b") as stream:  # the blocks that it has are still its own
                     stream.write(content)
@@ -244,16 +246,16 @@ def write_atomically(file: Path, content: bytes) -> None:
     Its folder is made where there is none.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
+        temporary.replace(file)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    temporary.replace(file)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_prores.errors import ConfigError
+from titan_prores.run_folder import write_atomically
 
 WIDTH = 100  # columns that a table fits when nobody says how wide the terminal is
 
@@ -46,4 +47,4 @@ def replace_between(file: Path, mark: str, text: str) -> None:
     _, second, after = rest.partition(end)
     if not (first and second) or begin in rest or end in before + after:
         raise ConfigError("", f"{file} needs the lines {begin.strip()} and {end}, once each and in this order")
-    file.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")
+    write_atomically(file, f"{before}{begin}{text}{end}{after}".encode())

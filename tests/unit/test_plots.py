@@ -193,7 +193,7 @@ def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Steps 11 to 36 are scored, and one of them is off.
     assert scores == [pytest.approx([100 / 26] * 2), [0, 0]]
     draw("depth", f"A={tmp_path}/a-*")
-    assert "no spike score of loss: no run is long enough for --window 1000" in capsys.readouterr().err
+    assert "no spike score of loss: no run has more rows with it than --window 1000" in capsys.readouterr().err
     draw("depth", f"A={tmp_path}/a-*", "--window", "9" * 18)  # more than memory holds
 
 
@@ -212,6 +212,21 @@ def test_depth_says_which_runs_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
     axes = draw("depth", f"A={tmp_path}/a-[12]", "--window", "10").axes
     assert [axis.get_ylabel().split()[0] for axis in axes] == ["spike", "spike"]
     assert capsys.readouterr().err.startswith("A: 2 of 2 runs have no finite held-out perplexity")
+
+
+def test_depth_takes_the_perplexity_of_the_last_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that ended before its last step, or was never validated, is left out and counted."""
+    write_run(tmp_path / "a-whole")
+    for name, rows in {
+        "failed": [{"step": 1, "loss": 5.0}, {"step": 1, "validation": True, "validation_loss": 5.0}],
+        "not-validated": [{"step": STEPS, "loss": 2.0}],
+    }.items():
+        write_rows(tmp_path / f"a-{name}", *rows)
+    figure = draw("depth", f"A={tmp_path}/a-*", "--window", "10")
+    assert figure.axes[0].containers[0][0].get_ydata() == pytest.approx([math.exp(3.6)])
+    said = capsys.readouterr().err
+    assert "A: 2 of 3 runs have no finite held-out perplexity" in said
+    assert "A: 2 of 3 runs have no finite spike score of gradient norm" in said
 
 
 @pytest.mark.parametrize(
@@ -290,6 +305,9 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
         (["gap", "{base}", "X={tmp}/ba[sr]e"], "training.seed: is not in the recipe of {bare}"),
         (["alpha", "--schedule", "lineer"], "did you mean linear?"),
         (["alpha", "--config", "{tmp}/none.toml"], "none.toml"),
+        (["alpha", "--config", "x.toml", "--layers", "9"], "--layers: is for schedules by name, and --config has"),
+        (["alpha", "{tmp}/base", "--schedule", "linear"], "--schedule: is for schedules by name, and RUN has"),
+        (["alpha", "{tmp}/base", "--config", "x.toml"], "--config: alpha is either a recipe's or what runs"),
         (["cosine", "{base}", "--checkpoints", "1", "2"], "--checkpoints = 1: there is none in"),
         (["depth", "{broken}"], "recipe.toml is no TOML"),
         (["depth", "{bare}"], "model.n_layers: is not in the recipe"),

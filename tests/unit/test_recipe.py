@@ -233,7 +233,7 @@ def test_must_stay_the_same(override, key):
     ("override", "note"),
     [
         ("--training.steps=30", "training.steps: 20 -> 30"),
-        ("--training.stop_after=7", "training.stop_after: None -> 7"),
+        ("--training.stop_after=7", "training.stop_after: not set -> 7"),
         ("--optimizer.lr=0.1", "optimizer.lr: 0.003 -> 0.1"),
         ("--lr_scheduler.name=cosine", "lr_scheduler.name: 'wsd' -> 'cosine'"),
         ("--transforms.prores.enabled=false", "transforms.prores.enabled: true -> false"),
@@ -242,7 +242,7 @@ def test_must_stay_the_same(override, key):
         ("--dataset.num_workers=2", "dataset.num_workers: 0 -> 2"),
         ("--model.flavor=71M", None),
         ("--checkpoint.interval=5", "checkpoint.interval: 10 -> 5"),
-        ("--metrics.tensorboard.enabled=true", "metrics.tensorboard.enabled: None -> true"),
+        ("--metrics.tensorboard.enabled=true", "metrics.tensorboard.enabled: not set -> true"),
         ("--job.dump_folder=x", "job.dump_folder: 'outputs/debug' -> 'x'"),
     ],
 )

@@ -169,6 +169,21 @@ def steps_in(file):
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next_run(run):
+    run.close()
+    (run.path / "status.json.host.7.tmp").write_text("half")
+    run.open()
+    run.close()
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(run):
+    (run.path / "x").mkdir()
+    with pytest.raises(IsADirectoryError):
+        run.write_file("x", b"content")
+    assert not list(run.path.glob("*.tmp"))
+
+
 def test_set_aside_metrics(run):
     assert run.set_aside_metrics(3) == 0
     write_rows(run, [1, 2, 3, 3, 4, 5, 6], torn='{"step": 7, "lo')

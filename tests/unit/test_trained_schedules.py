@@ -472,12 +472,13 @@ def test_every_layer_is_seen_to_rise_whatever_its_norms(norm: str, dtype: torch.
     assert all(12 <= wait <= 12 + 12 for wait in judged), waits
 
 
-def test_layers_without_tensors_of_one_shape_are_an_error() -> None:
+@pytest.mark.parametrize("forward", [lambda x: x[..., :1] * 1.0, lambda x: x.mul_(2)], ids=["other shape", "in place"])
+def test_layers_without_two_tensors_of_one_shape_are_an_error(forward: Any) -> None:
     model = Model()
     scaling = ProRes(model, AdaptiveSchedule(L, warmup_steps=2, min_steps=2, max_steps=5))
-    model.layers[L - 1].forward = lambda x: x[..., :1] * 1.0
+    model.layers[L - 1].forward = forward
     scaling.set_step(0)
-    with pytest.raises(RuntimeError, match=f"layer {L}: .* tensors of one shape"):
+    with pytest.raises(RuntimeError, match=f"layer {L}: .* two tensors of one shape"):
         model(inputs())
 
 

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     alphas.add_argument(
         "--schedule", action="append", metavar="NAME", help="of the paper's, such as linear; may be repeated (all)"
     )
-    alphas.add_argument("--layers", type=_positive, default=12, metavar="L", help="layers of the model (12)")
+    alphas.add_argument("--layers", type=_positive, metavar="L", help="layers of the model (12)")
     length = alphas.add_mutually_exclusive_group()
     length.add_argument("--T", type=_positive, help="warmup length of the first layer, in optimizer steps (1000)")
     length.add_argument("--total", type=_positive, help="instead: the step at which every layer is at 1")
@@ -141,12 +141,18 @@ def alpha(options: argparse.Namespace) -> Figure:
 
     Of schedules by name, of a recipe's schedule, or as runs have logged it.
     """
+    named = {key: getattr(options, key) for key in ("schedule", "layers", "T", "total")}
+    of = "RUN" if options.runs else "--config" if options.config else None
+    if wrong := [f"--{key}" for key, value in named.items() if of and value is not None]:
+        raise ConfigError(wrong[0], f"is for schedules by name, and {of} has a schedule of its own")
     if options.runs:
+        if options.config:
+            raise ConfigError("--config", "alpha is either a recipe's or what runs have logged")
         panels = _layer_panels(load_runs(options.runs), "alpha")
     elif options.config:
         panels = _recipe_alpha(options.config, options.overrides)
     else:
-        panels = _named_alpha(options.schedule, options.layers, options.T, options.total)
+        panels = _named_alpha(options.schedule, options.layers or 12, options.T, options.total)
     return figures.layer_curves(panels, "alpha")
 
 
@@ -341,8 +347,9 @@ def cosine(options: argparse.Namespace) -> Figure:
 def depth(options: argparse.Namespace) -> Figure:
     """Perplexity and spike scores over the number of layers (Figs. 1 and 2).
 
-    A score is the share of steps between 10 % and 90 % of the run that are --threshold standard deviations or more
-    from the --window steps before them; a run that is no longer than that has none.
+    The perplexity is that after the recipe's last step. A score is the share of steps between 10 % and 90 % of the run
+    that are --threshold standard deviations or more from the --window steps before them; a run that is no longer than
+    that has none.
     """
     settings = {"window": options.window, "threshold": options.threshold}
     measures: dict[str, Callable[[Run], float]] = {
@@ -363,7 +370,7 @@ def depth(options: argparse.Namespace) -> Figure:
         if all(missing[label] == len(found) for label, found in values.items()):
             del panels[unit]
             if unit != PERPLEXITY:
-                print(f"no {name}: no run is long enough for --window {options.window}", file=sys.stderr)
+                print(f"no {name}: no run has more rows with it than --window {options.window}", file=sys.stderr)
                 continue
         for label, count in missing.items():
             if count:

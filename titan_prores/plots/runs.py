@@ -67,12 +67,18 @@ class Run:
             raise ConfigError(f"{section}.{key}", f"is not in the recipe of {self.path}") from None
 
     def perplexity(self) -> float:
-        """Held-out perplexity after the last step that was validated; infinite where the loss is not finite."""
-        loss = self.series("validation_loss")[1][-1]
+        """Held-out perplexity after the last step of the recipe; NaN where there is none, as of a run that failed."""
+        last = self.setting("training", "steps")
+        found = [row["validation_loss"] for row in self.rows if row.get("step") == last and "validation_loss" in row]
+        if not found:
+            return math.nan
+        loss = float(found[-1])
         return math.exp(loss) if loss < 700 else math.inf
 
     def spike_score(self, key: str, *, window: int, threshold: float) -> float:
         """Spike score of the values of a key over the steps of the run's schedules; NaN where none was scored."""
+        if not any(key in row for row in self.rows):
+            return math.nan
         steps, values = self.series(key)
         if len(steps) <= window:  # which may be more than memory holds
             return math.nan

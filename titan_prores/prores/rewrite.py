@@ -161,13 +161,14 @@ class ProRes:
         if torch.compiler.is_compiling() or not self._measuring or not torch.is_grad_enabled():
             return
         given, put_out = (
-            next((_local(t) for t in tree_leaves(tree) if isinstance(t, torch.Tensor)), None) for tree in (args, output)
+            next((t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)), None) for tree in (args, output)
         )
-        if given is None or put_out is None or given.shape != put_out.shape:
+        if given is None or put_out is None or given is put_out or given.shape != put_out.shape:
             raise RuntimeError(
-                f"layer {number + 1}: an adaptive schedule compares a layer's first argument with its first output, "
-                "which must be tensors of one shape"
+                f"layer {number + 1}: an adaptive schedule compares a layer's first positional argument with its first "
+                "output, which must be two tensors of one shape"
             )
+        given, put_out = _local(given), _local(put_out)
         dtype = torch.promote_types(put_out.dtype, torch.float32)
         turned = (normalize(put_out.to(dtype), dim=-1) - normalize(given.to(dtype), dim=-1)).norm(dim=-1)
         self._turned[0, number] += turned.sum(dtype=torch.float64)

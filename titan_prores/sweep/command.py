@@ -12,6 +12,7 @@ from pathlib import Path
 from titan_prores import cli
 from titan_prores.errors import ConfigError, ConfigErrors
 from titan_prores.plots import command as plots
+from titan_prores.run_folder import write_atomically
 from titan_prores.sweep import plan, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.runner import Book, Runner, command, slurm_script
@@ -114,8 +115,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     elif options.collect:
         collect(book)
     else:
-        book.check()
-        if not options.dry_run and not options.slurm:
+        runs_here = not options.dry_run and not options.slurm
+        book.check(data=runs_here)
+        if runs_here:
             if options.only:  # other processes may be at it: the tables are left to --collect
                 return Runner(book, options.jobs, _say).run(options.only)
             write_tables(book)
@@ -127,7 +129,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if options.slurm:
             script = Path(sys.argv[0])
             again = ["python", str(script), *(each for each in arguments if each != "--slurm")]
-            print(slurm_script(sweep, ready, len(left) - len(ready), again), end="")
+            print(slurm_script(book, ready, len(left) - len(ready), again), end="")
         else:
             for run in left:
                 waits = [str(value) for value in run.values.values() if not isinstance(value, str)]
@@ -206,13 +208,12 @@ def write_tables(book: Book) -> str:
     sweep = book.sweep
     results = [book.result(run) for run in book.runs()]
     text = statistics.report(sweep, results)
-    sweep.results.mkdir(parents=True, exist_ok=True)
     for name, content in (
         ("table.csv", statistics.table_csv(sweep, results)),
         ("runs.csv", statistics.runs_csv(sweep, results)),
         ("table.md", text),
     ):
-        (sweep.results / name).write_text(content, encoding="utf-8")
+        write_atomically(sweep.results / name, content.encode())
     if sweep.report is not None:
         replace_between(sweep.report, "sweep", text)
     return text

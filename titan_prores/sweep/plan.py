@@ -74,7 +74,7 @@ class SweepFile(Section):
         None, "folder of the small files that tables are made of, relative to this file; default below `folder`"
     )
     keep: tuple[str, ...] = setting(
-        ("loss", "validation_loss"),
+        ("loss", "grad_norm", "validation_loss"),
         "keys of metrics.jsonl whose values are kept with a result, of every step, for scripts/plot.py to draw",
     )
     report: str | None = setting(None, "a file with marks that tables are written between, relative to this file")
@@ -160,6 +160,9 @@ class Sweep:
         self.axes: dict[str, dict[str, dict[str, Any]]] = {
             name: self._axis(name, table) for name, table in file.axes.items()
         }
+        for name in self.axes:
+            if not _NAME.fullmatch(name):
+                self._refuse(f"axes.{dotted((name,))}", "an axis cannot have this name", value=name, allowed=_ALLOWED)
         if SEED in self.axes:
             self._refuse("axes.seed", "every sweep has this axis", allowed="seeds = [0, 1, 2]")
         self._check_keys()
@@ -189,8 +192,11 @@ class Sweep:
         self.plots: dict[str, dict[str, dict[str, list[str] | BestOf]]] = {}
         for plot in file.plots:
             if plot.name in self.plots or not _NAME.fullmatch(plot.name):
-                self._refuse("plots", "a figure cannot have this name", value=plot.name, allowed="each name once, of "
-                             "letters, digits, . _ + and -")  # fmt: skip
+                self._refuse("plots", "a figure cannot have this name", value=plot.name,
+                             allowed=f"each name once, of {_ALLOWED}")  # fmt: skip
+            for line in plot.lines:
+                if "=" in line.label:
+                    self._refuse(f"plots.{plot.name}", "a label cannot have a =", value=line.label)
             self.plots[plot.name] = {
                 line.label: self._choices(f"plots.{plot.name}.{line.label}", line.axes) for line in plot.lines
             }
@@ -259,7 +265,7 @@ class Sweep:
     def _name(self, key: str, text: str) -> str:
         """A value's name, which is a part of folder names."""
         if not _NAME.fullmatch(text):
-            self._refuse(key, "a value cannot have this name", value=text, allowed="letters, digits, . _ + and -")
+            self._refuse(key, "a value cannot have this name", value=text, allowed=_ALLOWED)
         return text
 
     def _everything(self) -> Grid:
@@ -327,7 +333,20 @@ class Sweep:
     # --- Its runs -----------------------------------------------------------------------------------------------
 
     def _plan(self) -> list[Run]:
-        return _once(run for grid, axes in self.grids.items() for run in self._combinations(grid, axes))
+        runs = _once(run for grid, axes in self.grids.items() for run in self._combinations(grid, axes))
+        # One that will turn out to be a run of the grid that it waits for is none of its own.
+        names = {run.name for run in runs}
+        return [run for run in runs if not run.waits or not self._may_become(run) <= names]
+
+    def _may_become(self, run: Run) -> set[str]:
+        """The names that a run may have once what it waits for is known."""
+        choices = [
+            [other.values[axis] for other in self.runs_of(value.grid)] if isinstance(value, BestOf) else [value]
+            for axis, value in run.values.items()
+        ]
+        return {
+            self._run(run.grid, dict(zip(run.values, each, strict=True))).name for each in itertools.product(*choices)
+        }
 
     def _combinations(self, grid: str, axes: Mapping[str, list[str] | BestOf]) -> Iterator[Run]:
         choices = [values if isinstance(values, list) else [values] for values in axes.values()]
@@ -358,7 +377,11 @@ class Sweep:
         """Label -> runs of a figure, those that the sweep has."""
         known = {run.name for run in self.runs(metric)}
         return {
-            label: [run for run in self._decided(self._combinations(name, axes), metric) if run.name in known]
+            label: [
+                run
+                for run in self._decided(self._combinations(name, axes), metric)
+                if run.name in known or (run.waits and self._may_become(run) & known)
+            ]
             for label, axes in self.plots[name].items()
         }
 
@@ -413,6 +436,7 @@ def _once(runs: Iterable[Run]) -> list[Run]:
 # A file system's limit is 255 bytes, and the run writes names of its own beside it.
 LONGEST_NAME = 200
 _NAME = re.compile(r"[A-Za-z0-9._+-]+")
+_ALLOWED = "letters, digits, . _ + and -"
 _PLAIN = re.compile(r"[A-Za-z_./][\w./,=+-]*")
 
 

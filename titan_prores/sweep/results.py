@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_prores.config import dotted
 from titan_prores.errors import ConfigError, shown
-from titan_prores.recipe import Recipe, flatten
+from titan_prores.recipe import SETS, Recipe, differences
 from titan_prores.run_folder import RunFolder, read_rows, write_atomically
 
 ENDED = ("finished", "diverged", "failed")
@@ -106,12 +106,27 @@ def keep_course(run_folder: Path, folder: Path, keys: Sequence[str]) -> None:
         write_atomically(kept.recipe_file, run.recipe_file.read_bytes())
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the settings of a result and those of a run; a key that only one has is a newer default."""
-    old, new = flatten(before), flatten(now)
-    return [
-        f"{dotted(key)}: {shown(old[key])} -> {shown(new[key])}" for key in old if key in new and old[key] != new[key]
-    ]
+def changed(before: Mapping[str, Any], now: Recipe) -> list[str]:
+    """What differs between the settings of a result and those of a run.
+
+    A key that one of them lacks has its default there, and one that this version has no more is passed over, so that a
+    result outlives a new version. Settings of what is off in both are free.
+    """
+    on, after = _switched_on(before), _switched_on(now.to_dict())
+    found = [f"{dotted(key)}: {'on -> off' if key in on else 'off -> on'}" for key in sorted(on ^ after)]
+    for key, ruled, old, new in differences(now, before):
+        in_set = key[0] in SETS and len(key) > 2
+        if key[0] not in FREE_SECTIONS and ruled is not None and (not in_set or key[:2] in on & after):
+            found.append(f"{dotted(key)}: {shown(old)} -> {shown(new)}")
+    return found
+
+
+def _switched_on(recipe: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The parts that are on, in the sections of which a recipe may have several."""
+    return {
+        (section, name) for section in SETS if section not in FREE_SECTIONS
+        for name, table in recipe.get(section, {}).items() if isinstance(table, Mapping) and table.get("enabled", True)
+    }  # fmt: skip
 
 
 def relevant(recipe: Recipe) -> dict[str, Any]:
@@ -148,8 +163,9 @@ def look(
         return result
     else:
         result.state = "finished"
-    if steps:
-        result.final |= {"loss": float(steps[-1]["loss"]), "tokens": steps[-1]["tokens"]}
+    for key in ("loss", "tokens"):  # the row of a batch that was passed over has no loss
+        if found := [row[key] for row in steps if key in row]:
+            result.final[key] = float(found[-1])
     last = next((row for row in reversed(rows) if metric in row), {})
     for key in (metric, "validation_loss", "validation_perplexity"):
         if key in last:

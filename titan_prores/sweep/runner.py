@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from titan_prores import config, registry
+from titan_prores.build import build_components
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
-from titan_prores.recipe import Recipe, resolve
+from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
 from titan_prores.stopping import EXIT_STATUS, SIGNALS
 from titan_prores.sweep import results
-from titan_prores.sweep.plan import Run, Sweep
+from titan_prores.sweep.plan import SEED, Run, Sweep
 from titan_prores.sweep.results import Result
 
 POLL_SECONDS = 0.3
@@ -96,7 +97,7 @@ class Book:
         results.judge(result, file.metric, file.diverged_above)
 
     def _same(self, file: Path, recipe: dict[str, Any], run: Run) -> None:
-        if changes := results.changed(recipe, results.relevant(self.recipe(run))):
+        if changes := results.changed(recipe, self.recipe(run)):
             raise ConfigError(
                 "", f"is of a run with other settings: {'; '.join(changes[:3])}", value=str(file),
                 allowed="move it away, or give the sweep another folder",
@@ -135,14 +136,22 @@ class Book:
         """All runs, with the values that results decide filled in where they are known."""
         return self.sweep.runs(self.metric)
 
-    def check(self) -> None:
-        """Resolve every run, those that wait without the values that they wait for.
+    def check(self, *, data: bool) -> None:
+        """Resolve every run, those that wait without the values that they wait for, and build the parts of those left.
+
+        Args:
+            data: whether this machine has to have the runs' data and tokenizers.
 
         Raises:
             ConfigErrors: the faults of the first run that has any.
         """
+        built = set()
         for run in self.runs():
-            self.recipe(run)
+            recipe = self.recipe(run)
+            kind = tuple((axis, str(value)) for axis, value in run.values.items() if axis != SEED)
+            if kind not in built and not self.result(run).ended:
+                build_components(recipe, plan_mesh(recipe.parallelism, self.sweep.file.ranks), None if data else [])
+                built.add(kind)
 
 
 def command(sweep: Sweep, run: Run) -> list[str]:
@@ -158,6 +167,7 @@ class _Child:
     run: Run
     process: subprocess.Popen
     before: int | None  # time stamp of status.json, to tell whether this process has written it
+    console: int  # length of console.log before it, of earlier attempts
     signals: int = 0  # how many have been passed on
     started: float = field(default_factory=time.monotonic)
 
@@ -266,12 +276,13 @@ class Runner:
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // (self.jobs * self.sweep.file.ranks), 1)))
         with (folder / CONSOLE).open("ab") as console:
+            length = console.tell()
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
             process = subprocess.Popen(
                 command(self.sweep, run), stdin=subprocess.DEVNULL, stdout=console, stderr=console, env=environment,
                 start_new_session=True,
             )  # fmt: skip
-        self._children.append(_Child(run, process, before))
+        self._children.append(_Child(run, process, before, length))
 
     def _take(self, child: _Child) -> None:
         """Keep what became of a run whose process has ended."""
@@ -288,7 +299,7 @@ class Runner:
         if status == 2 and self._is_elsewhere(run):
             return  # which came between our look and its start
         if status == 2:
-            raise ConfigError("", f"the run was refused:\n{_tail(folder / CONSOLE)}", value=run.name)
+            raise ConfigError("", f"the run was refused:\n{_tail(folder / CONSOLE, child.console)}", value=run.name)
         if not result.ended or not told:
             result.state, result.error = "failed", f"ended with status {status}; see {folder / CONSOLE}"
         self._keep(run, result, f"{result.state} after {time.monotonic() - child.started:.0f} s")
@@ -326,16 +337,19 @@ class Runner:
             child.process.wait()
 
 
-def slurm_script(sweep: Sweep, runs: Iterable[Run], waiting: int, again: list[str]) -> str:
+def slurm_script(book: Book, runs: Iterable[Run], waiting: int, again: list[str]) -> str:
     """A Slurm array with a task for each run.
 
     Args:
-        sweep: the sweep.
+        book: what is known of the sweep's runs.
         runs: those that can start now.
         waiting: how many runs wait for them.
         again: the command line of this script for the same sweep.
     """
+    sweep, runs = book.sweep, list(runs)
     names = [run.name for run in runs]
+    on_cpus = all(book.recipe(run).job.device == "cpu" for run in runs)
+    gpus = "" if on_cpus else f"#SBATCH --gpus-per-node={sweep.file.ranks}\n"
     if not names:
         raise ConfigErrors([ConfigError("--slurm", "no run is left that could start now")])
     later = f"# {waiting} more runs wait for the results of these: print the script again then.\n" if waiting else ""
@@ -347,7 +361,7 @@ def slurm_script(sweep: Sweep, runs: Iterable[Run], waiting: int, again: list[st
         f"#SBATCH --array=0-{len(names) - 1}\n"
         "#SBATCH --nodes=1\n"
         "#SBATCH --ntasks=1\n"
-        f"#SBATCH --gpus-per-node={sweep.file.ranks}\n"
+        f"{gpus}"
         f"#SBATCH --cpus-per-task={8 * sweep.file.ranks}\n"
         "#SBATCH --output=slurm-%A-%a.out\n"
         "# A task that is preempted is queued again, and its run goes on from its newest checkpoint.\n"
@@ -376,7 +390,7 @@ def _state(folder: Path) -> str | None:
         return None
 
 
-def _tail(file: Path, lines: int = 20) -> str:
-    """The errors among the last lines, else the last lines."""
-    last = file.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+def _tail(file: Path, start: int, lines: int = 20) -> str:
+    """The errors among the last lines after the byte `start`, else the last lines."""
+    last = file.read_bytes()[start:].decode(errors="replace").splitlines()[-lines:]
     return "\n".join([line for line in last if line.startswith("error: ")] or last)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from titan_prores.sweep.plan import SEED, Sweep
+from titan_prores.sweep.plan import SEED, Pair, Sweep
 from titan_prores.sweep.results import Result
 from titan_prores.tables import markdown
 
@@ -84,29 +84,26 @@ class Cell:
         ]  # fmt: skip
 
 
-def cells(sweep: Sweep, results: Sequence[Result]) -> list[Cell]:
-    """The ended runs by cell, in the order of the runs."""
+def cells(results: Sequence[Result], pair: Pair | None) -> list[Cell]:
+    """The ended runs by cell, in the order of the runs; with a pair, those that are on either side of it."""
     found: dict[tuple[tuple[str, str], ...], Cell] = {}
-    pair = sweep.pair
     for result in results:
-        if not result.ended:
+        if not result.ended or (pair and result.values[pair.axis] not in (pair.baseline, pair.treatment)):
             continue
         apart = {SEED, pair.axis} if pair else {SEED}
         values = {axis: value for axis, value in result.values.items() if axis not in apart}
         cell = found.setdefault(tuple(values.items()), Cell(values))
-        side = result.values.get(pair.axis) if pair else None
-        if pair and side not in (None, pair.baseline, pair.treatment):
-            continue
-        (cell.treatment if pair and side == pair.treatment else cell.baseline)[result.values[SEED]] = result
+        side = cell.treatment if pair and result.values[pair.axis] == pair.treatment else cell.baseline
+        side[result.values[SEED]] = result
     return list(found.values())
 
 
-def header(sweep: Sweep) -> list[str]:
-    axes = [axis for axis in sweep.axes if not sweep.pair or axis != sweep.pair.axis]
+def header(sweep: Sweep, pair: Pair | None) -> list[str]:
+    axes = [axis for axis in sweep.axes if not pair or axis != pair.axis]
     beside = list(dict.fromkeys(beside.column for beside in sweep.file.beside))
-    if not sweep.pair:
+    if not pair:
         return [*axes, "seeds", sweep.file.metric, "lowest", "highest", "not finished", *beside]
-    axis, pair = sweep.pair.axis, sweep.pair
+    axis = pair.axis
     relative = ["perplexity"] if sweep.file.metric == "validation_loss" else []
     return [
         *axes, "seeds", f"{axis} {pair.baseline}", f"{axis} {pair.treatment}", "difference", "95 %", *relative,
@@ -115,19 +112,19 @@ def header(sweep: Sweep) -> list[str]:
     ]  # fmt: skip
 
 
-def row(sweep: Sweep, cell: Cell) -> list[str]:
+def row(sweep: Sweep, pair: Pair | None, cell: Cell) -> list[str]:
     """A line of the table; its columns are `header`'s."""
     key = sweep.file.metric
-    axes = [cell.values.get(axis, "") for axis in sweep.axes if not sweep.pair or axis != sweep.pair.axis]
+    axes = [cell.values.get(axis, "") for axis in sweep.axes if not pair or axis != pair.axis]
     columns: dict[str, str] = {}
     for each in sweep.file.beside:
         columns.setdefault(each.column, "")
         if all(cell.values.get(axis) == value for axis, value in each.where.items()):
             columns[each.column] = each.cells.get(cell.values.get(each.axis, ""), columns[each.column])
     beside = list(columns.values())
-    bad = "; ".join(f"{result.state}: {_side(sweep, result)}seed {result.values[SEED]}" for result in cell.bad)
+    bad = "; ".join(f"{result.state}: {_side(pair, result)}seed {result.values[SEED]}" for result in cell.bad)
     baseline = list(cell.metrics(cell.baseline, key).values())
-    if not sweep.pair:
+    if not pair:
         ends = [f"{end(baseline):.4f}" if baseline else "" for end in (min, max)]
         return [*axes, str(len(cell.baseline)), Spread.of(baseline).show(), *ends, bad, *beside]
     treatment = list(cell.metrics(cell.treatment, key).values())
@@ -144,13 +141,13 @@ def row(sweep: Sweep, cell: Cell) -> list[str]:
     ]  # fmt: skip
 
 
-def _side(sweep: Sweep, result: Result) -> str:
-    return f"{sweep.pair.axis} {result.values[sweep.pair.axis]}, " if sweep.pair else ""
+def _side(pair: Pair | None, result: Result) -> str:
+    return f"{pair.axis} {result.values[pair.axis]}, " if pair else ""
 
 
 def report(sweep: Sweep, results: Sequence[Result]) -> str:
-    """The tables as Markdown: cells that can be compared first, then those with one side only."""
-    columns, found = header(sweep), cells(sweep, results)
+    """The tables as Markdown: cells that can be compared first, those with one side only, then other runs."""
+    pair = sweep.pair
     ended = [result for result in results if result.ended]
     hours = sum(result.seconds for result in ended) / 3600
     counts = {state: sum(result.state == state for result in ended) for state in ("finished", "diverged", "failed")}
@@ -160,37 +157,43 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
         + f"; {hours:.1f} hours in training steps. Lower is better; ± is the standard deviation over seeds.\n"
     ]
 
-    def table(some: Sequence[Cell], without: Collection[str] = ()) -> str:
-        lines = [row(sweep, cell) for cell in some]
+    def table(some: Sequence[Cell], pair: Pair | None, without: Collection[str] = ()) -> str:
+        columns = header(sweep, pair)
+        lines = [row(sweep, pair, cell) for cell in some]
         filled = [index for index in range(len(columns)) if any(line[index] for line in lines)]
         shown = [index for index in filled if columns[index] not in without]
         return markdown([columns[index] for index in shown], [[line[index] for index in shown] for line in lines])
 
-    if not sweep.pair:
-        return "\n".join([*parts, table(found)]) if found else parts[0]
+    found = cells(results, pair)
+    if not pair:
+        return "\n".join([*parts, table(found, None)]) if found else parts[0]
     compared = [cell for cell in found if cell.baseline and cell.treatment]
     alone = [cell for cell in found if cell not in compared]
     if compared:
         parts += [
-            f"Differences are {sweep.pair.axis} {sweep.pair.treatment} minus {sweep.pair.baseline} of the same seed, "
+            f"Differences are {pair.axis} {pair.treatment} minus {pair.baseline} of the same seed, "
             "over the seeds where both finished; 95 % is the interval of their mean by Student's t.\n",
-            table(compared),
+            table(compared, pair),
         ]
     if alone:
         # Figures from elsewhere stand beside what they can be compared with.
-        parts += ["Runs without a counterpart:\n", table(alone, without={each.column for each in sweep.file.beside})]
+        parts += ["Runs without a counterpart:\n", table(alone, pair, {each.column for each in sweep.file.beside})]
+    if others := cells(
+        [each for each in results if each.values[pair.axis] not in (pair.baseline, pair.treatment)], None
+    ):
+        parts += [f"Runs with another {pair.axis}:\n", table(others, None)]
     return "\n".join(parts)
 
 
 def table_csv(sweep: Sweep, results: Sequence[Result]) -> str:
-    """A line for each cell, with unrounded numbers."""
+    """A line for each cell, with unrounded numbers. Runs on neither side of a pair are in `runs_csv` alone."""
     key = sweep.file.metric
     axes = [axis for axis in sweep.axes if not sweep.pair or axis != sweep.pair.axis]
     sides = ["baseline", "treatment"] if sweep.pair else ["runs"]
     columns = [f"{side}_{what}" for side in sides for what in ("n", "mean", "sd", "not_finished")]
     columns += [f"difference_{what}" for what in ("n", "mean", "sd", "low95", "high95", "lower")] if sweep.pair else []
     lines: list[list[object]] = [[*axes, *columns]]
-    for cell in cells(sweep, results):
+    for cell in cells(results, sweep.pair):
         line: list[object] = [cell.values.get(axis, "") for axis in axes]
         for side in [cell.baseline, cell.treatment][: len(sides)]:
             spread = Spread.of(list(cell.metrics(side, key).values()))
