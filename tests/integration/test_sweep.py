@@ -137,11 +137,12 @@ def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_runs_that_fail_or_are_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, "runs", steps=4)
-    # What only the run itself can tell is refused by it, and ends the sweep.
-    file.write_text(file.read_text().replace("[axes]", "[settings.lr_scheduler]\nwarmup_steps = 9\n[axes]"))
-    out = finish(start(file), 2)
-    assert "error: " in out and "the run was refused" in out and "longer than the run of training.steps = 4" in out
+    file = write(tmp_path, "runs", steps=6)
+    # What only the run itself can tell is refused by it, and ends the sweep; each time it is said once.
+    file.write_text(file.read_text().replace("[axes]", '[settings.checkpoint]\nresume = "must"\n[axes]'))
+    for _ in range(2):
+        out = finish(start(file), 2)
+        assert "the run was refused" in out and out.count("error: checkpoint.resume") == 1, out
 
     # Diverging is a result; the sweep goes on.
     file = write(tmp_path, "diverging", steps=4)
