@@ -528,6 +528,10 @@ def test_tables_of_the_cpu_reproduction_come_from_its_results() -> None:
     found = [book.result(run) for run in book.runs()]
     shown = sweep.report.read_text().split("<!-- sweep:begin -->\n")[1].split("<!-- sweep:end -->")[0]
     assert shown in ("", statistics.report(sweep, found))
+    readme = (ROOT / "README.md").read_text()
+    for cell in statistics.cells(found, sweep.pair):
+        if interval := (spread := Spread.of(list(cell.differences("validation_loss").values()))).interval:
+            assert f"{spread.mean:+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]" in readme, cell.values
     by_name = {run.values["norm"] for run in sweep.planned}
     assert by_name == {"pre", "post", "sandwich", "lns", "deepnorm"}
     for run in sweep.planned:

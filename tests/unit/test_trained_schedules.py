@@ -444,8 +444,10 @@ def test_what_is_measured_is_how_far_layers_turn_the_tokens_of_all_microbatches(
     np.testing.assert_allclose(schedule.told[2], expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("norm", list(NORM_SCHEMES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("norm", "dtype"),
+    [*((norm, torch.float32) for norm in NORM_SCHEMES), *((n, torch.bfloat16) for n in ("pre", "post"))],
+)
 def test_every_layer_is_seen_to_rise_whatever_its_norms(norm: str, dtype: torch.dtype) -> None:
     """Weights stay, so what a layer does moves with alpha alone. No other bound is near.
 
