@@ -96,7 +96,7 @@ class RunFolder:
         except OSError as error:
             raise self._error(f"cannot be written: {error.strerror}") from error
         self._lock = lock
-        for left in self.path.glob("*.tmp"):  # by a writer that was killed
+        for left in self.path.glob("*.[0-9]*.tmp"):  # by a writer that was killed
             left.unlink(missing_ok=True)
 
     def close(self) -> None:
