@@ -241,6 +241,8 @@ def by_depth(panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) 
             axis.set_xticks(ticks)
             axis.set_ylabel(unit)
             axis.yaxis.set_major_locator(MaxNLocator(nbins=6))
+            if not any(value > 0 for depths in groups.values() for values in depths.values() for value in values):
+                axis.set_ylim(0, 1)  # shares that are all 0 have no scale of their own, and none is below it
         figure.legend(
             *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(colours),
             title="mean and standard deviation of runs; a ring is a run",
