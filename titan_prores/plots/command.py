@@ -215,12 +215,8 @@ def loss(options: argparse.Namespace) -> Figure:
 
 
 def _curve(run: Run) -> figures.Curve:
-    validated = _has(run, "validation_loss")
+    validated = run.has("validation_loss")
     return figures.Curve(*run.series("loss"), *(run.series("validation_loss") if validated else (np.empty(0),) * 2))
-
-
-def _has(run: Run, key: str) -> bool:
-    return any(key in row for row in run.rows)
 
 
 def gap(options: argparse.Namespace) -> Figure:
@@ -230,7 +226,7 @@ def gap(options: argparse.Namespace) -> Figure:
     """
     labels, pairs = pair_up(load_runs(options.runs))
     training = [difference(*pair, "loss") for pair in pairs]
-    validated = all(_has(run, "validation_loss") for pair in pairs for run in pair)
+    validated = all(run.has("validation_loss") for pair in pairs for run in pair)
     validation = [difference(*pair, "validation_loss") for pair in pairs] if validated else []
     _require_finite([values for _, values in training + validation], f"{labels[1]} minus {labels[0]}")
     return figures.loss_gap(training, validation, labels, options.ema)

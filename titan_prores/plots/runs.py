@@ -39,6 +39,10 @@ class Run:
     rows: list[dict[str, Any]]
     recipe: dict[str, Any]
 
+    def has(self, key: str) -> bool:
+        """Whether any row has `key`."""
+        return any(key in row for row in self.rows)
+
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps [N] and values, [N] or for lists a layer [N, L], of the rows that have `key`.
 
@@ -77,7 +81,7 @@ class Run:
 
     def spike_score(self, key: str, *, window: int, threshold: float) -> float:
         """Spike score of the values of a key over the steps of the run's schedules; NaN where none was scored."""
-        if not any(key in row for row in self.rows):
+        if not self.has(key):
             return math.nan
         steps, values = self.series(key)
         if len(steps) <= window:  # which may be more than memory holds

@@ -348,10 +348,10 @@ def slurm_script(book: Book, runs: Iterable[Run], waiting: int, again: list[str]
     """
     sweep, runs = book.sweep, list(runs)
     names = [run.name for run in runs]
-    on_cpus = all(book.recipe(run).job.device == "cpu" for run in runs)
-    gpus = "" if on_cpus else f"#SBATCH --gpus-per-node={sweep.file.ranks}\n"
     if not names:
         raise ConfigErrors([ConfigError("--slurm", "no run is left that could start now")])
+    on_cpus = all(book.recipe(run).job.device == "cpu" for run in runs)
+    gpus = "" if on_cpus else f"#SBATCH --gpus-per-node={sweep.file.ranks}\n"
     later = f"# {waiting} more runs wait for the results of these: print the script again then.\n" if waiting else ""
     listed = "\n".join(f"    {shlex.quote(name)}" for name in names)
     return (
