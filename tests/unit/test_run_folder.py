@@ -1,5 +1,6 @@
 """Nothing a run leaves in its folder is lost or torn, and what it writes can be read back."""
 
+import errno
 import json
 import os
 import pickle
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from titan_prores import config, recipe, registry
+from titan_prores import config, recipe, registry, run_folder
 from titan_prores.errors import ConfigError
 from titan_prores.run_folder import RunFolder, annotated_toml, git_state
 
@@ -182,6 +183,18 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(run):
     with pytest.raises(IsADirectoryError):
         run.write_file("x", b"content")
     assert not list(run.path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_status_is_written_on_a_disk_without_room(number, run, monkeypatch):
+    run.write_status("running", 3)
+
+    def full(file, content):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder, "write_atomically", full)
+    run.write_status("failed", 4)
+    assert json.loads((run.path / "status.json").read_text())["state"] == "failed"
 
 
 def test_set_aside_metrics(run):

@@ -190,6 +190,7 @@ def test_the_slurm_script_has_what_can_start_now(read, tmp_path: Path, capsys: p
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-3\n" in script and script.count("norm=") == 4
     assert "# 6 more runs wait for the results of these" in script
+    assert "#SBATCH --gpus-per-node=1\n" in script
     assert 'sweep.toml --only "${names[$SLURM_ARRAY_TASK_ID]}"' in script
 
 
@@ -207,6 +208,12 @@ def fake_run(folder: Path, steps: int = 20, *, state: str = "finished", loss: fl
         {"step": at, "validation": True, "validation_loss": loss, "validation_perplexity": math.exp(min(loss, 99.0))}
     )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 21, "lo')
+
+
+def test_a_slurm_array_of_runs_on_cpus_asks_for_no_gpus(read, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    read('[settings]\njob.device = "cpu"\n')
+    assert command.main([str(tmp_path / "sweep.toml"), "--slurm"]) == 0
+    assert "gpus" not in capsys.readouterr().out
 
 
 def test_a_run_may_end_with_a_batch_that_was_passed_over(read) -> None:
