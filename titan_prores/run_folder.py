@@ -138,7 +138,7 @@ class RunFolder:
             try:
                 write_atomically(file, content)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
+                if not disk_is_full(error) or not file.exists():
                     raise
                 with file.open("r+b") as stream:  # the blocks that it has are still its own
                     stream.write(content)
@@ -238,6 +238,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def disk_is_full(error: OSError) -> bool:
+    """Whether a write failed for lack of room, on the disk or within a quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(file: Path, content: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from titan_prores.errors import ConfigError
 from titan_prores.log import logger
 from titan_prores.protocols import CheckpointSection
 from titan_prores.registry import register
+from titan_prores.run_folder import disk_is_full
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ class DistributedCheckpoint:
             with tempfile.TemporaryFile(dir=self.folder.path):
                 pass
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if disk_is_full(error):
                 return  # there may be room by then, and resuming needs none
             raise ConfigError(
                 "folder", f"{self.folder.path} cannot be written: {error.strerror}", value=self.config.folder

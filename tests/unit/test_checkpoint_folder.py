@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from components.checkpoint._folder import CheckpointFolder, FileRecord, record
+from components.checkpoint.dcp import DistributedCheckpoint
+from titan_prores.errors import ConfigError
+from titan_prores.run_folder import RunFolder
 
 META = {"samples": 0, "global_batch_size": 1, "recipe": {}, "mesh": {}, "finite": True}
 
@@ -212,3 +218,21 @@ def test_links_and_files_in_the_way_are_removed_as_such(folder: CheckpointFolder
 def test_one_step_has_one_name(folder: CheckpointFolder) -> None:
     publish(folder, 4).rename(folder.path / "step-000000004")
     assert folder.steps() == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_folder_without_room_is_no_reason_not_to_resume(number, tmp_path, monkeypatch):
+    def fails(number):
+        def temporary_file(**_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", temporary_file)
+
+    checkpoint = DistributedCheckpoint(
+        DistributedCheckpoint.Config(), run=RunFolder(tmp_path, is_main=True), mesh=SimpleNamespace()
+    )
+    fails(number)
+    checkpoint._check_writable()
+    fails(errno.EACCES)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        checkpoint._check_writable()
