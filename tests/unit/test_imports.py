@@ -1,8 +1,10 @@
 """Who may import whom, by reading every import statement, and what is loaded when."""
 
 import ast
+import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,12 @@ def test_all_components_load_nothing_heavy():
     loaded = loaded_after("from titan_prores import cli\ncli.list_components()")
     assert "components.model.llama" in loaded
     assert not loaded & (HEAVY - {"torchao", "zstandard"})  # those two, other packages load where they find them
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
+def test_scripts_work_from_a_checkout_without_an_install(script, tmp_path):
+    """-S leaves out what an editable install hooks into Python; the packages themselves are named instead."""
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    command = [sys.executable, "-S", str(ROOT / "scripts" / script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
