@@ -5,7 +5,7 @@ from __future__ import annotations
 from titan_prores import mesh as mesh_module
 from titan_prores.activation_bytes import looks_at_values
 from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
-from titan_prores.errors import MissingError
+from titan_prores.errors import MissingError, counted
 from titan_prores.failures import own_fault, summarise
 from titan_prores.log import quiet
 from titan_prores.mesh import Mesh
@@ -48,21 +48,21 @@ def report(recipe: Recipe, world_size: int) -> str:
     lines = [
         annotated_toml(recipe).rstrip(),
         "",
-        f"mesh             {axes} = {_count(world_size, 'rank')}",
+        f"mesh             {axes} = {counted(world_size, 'rank')}",
         "transforms       "
         + "\n                 ".join(
             f"{n}. {line}".replace("\n", "\n" + 20 * " ") for n, line in enumerate(transforms, 1)
         ),
         f"parameters       {n_parameters:,} ({n_parameters / 1e6:.2f}M)",
-        f"tokens a step    {batch * training.seq_len:,} = {_count(data_ranks, 'data rank')} "
-        f"x {_count(training.local_batch_size, 'sequence')} x {_count(training.seq_len, 'token')} "
-        f"x {_count(microbatches, 'microbatch')}",
-        f"tokens in all    {batch * training.seq_len * training.steps:,} in {training.steps:,} steps",
+        f"tokens a step    {batch * training.seq_len:,} = {counted(data_ranks, 'data rank')} "
+        f"x {counted(training.local_batch_size, 'sequence')} x {counted(training.seq_len, 'token')} "
+        f"x {counted(microbatches, 'microbatch')}",
+        f"tokens in all    {batch * training.seq_len * training.steps:,} in {counted(training.steps, 'step')}",
         f"flops a token    {flops:.3e} forward and backward",
     ]
     if gathered:
         largest = max(gathered, key=gathered.__getitem__)
-        groups = _count(len(gathered), "group")
+        groups = counted(len(gathered), "group")
         lines.append(f"largest gather   {gathered[largest]:,} bytes of weights, of {groups}: {largest}")
     lines += [
         f"bytes per rank   (rank 0; {about})",
@@ -103,11 +103,6 @@ def _held(
         more = transform.held_bytes(components.model, microbatches)
         held += [("besides", size, what) for what, size in more.items()]
     return held, about
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("h") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _bytes(count: int) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from titan_prores import config, registry
 from titan_prores.config import Section, slot_kind, type_name
-from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest
 from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, resolve
 from titan_prores.stopping import end_with_torchrun
 
@@ -162,7 +162,7 @@ def refuse(errors: Sequence[ConfigError], say: bool | None = None) -> int:
         for error in errors:
             print(f"error: {error}", file=sys.stderr)
         if len(errors) > 1:
-            print(f"{len(errors)} errors", file=sys.stderr)
+            print(counted(len(errors), "error"), file=sys.stderr)
     return 2
 
 

@@ -47,6 +47,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where it is not 1: "1 rank", "2,048 ranks", "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 class ConfigError(Exception):
     """One fault in a recipe or on the command line.
 

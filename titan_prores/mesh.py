@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.errors import ConfigError, ConfigErrors, counted
 from titan_prores.failures import PeerError
 from titan_prores.watchdog import group_timeout
 
@@ -48,7 +48,8 @@ def choose_device(wanted: str, world: World) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("job.device", "no CUDA device is available", value=wanted, allowed="auto, cpu")
     if world.local_size > (count := torch.cuda.device_count()):
-        raise ConfigError("job.device", f"{world.local_size} ranks on a host with {count} CUDA devices", value=wanted)
+        ranks, devices = counted(world.local_size, "rank"), counted(count, "CUDA device")
+        raise ConfigError("job.device", f"{ranks} on a host with {devices}", value=wanted)
     return torch.device("cuda", world.local_rank)
 
 

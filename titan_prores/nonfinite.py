@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_prores.errors import counted
 from titan_prores.log import logger
 from titan_prores.recipe import Training
 from titan_prores.run_folder import plain
@@ -70,7 +71,7 @@ class NonFinitePolicy:
         policy, self._problem = self.training.on_nonfinite, f"step {step}: loss {loss}, grad norm {grad_norm}"
         if policy == "stop":
             raise NonFiniteError(
-                f"{self._problem}; the weights are as before it (training.on_nonfinite = skip or rewind passes over it)"
+                f"{self._problem}; the weights are as before it (training.on_nonfinite = skip or rewind skips it)"
             )
         if policy == "rewind":
             self.offending = sample
@@ -78,9 +79,9 @@ class NonFinitePolicy:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.training.max_nonfinite_skips:
             raise NonFiniteError(
-                f"{self._problem}, after {self.training.max_nonfinite_skips} batches passed over in a row"
+                f"{self._problem}, after {counted(self.training.max_nonfinite_skips, 'batch')} skipped in a row"
             )
-        logger.warning("%s: batch passed over, %d in a row", self._problem, self.skipped_in_a_row)
+        logger.warning("%s: batch skipped, %d in a row", self._problem, self.skipped_in_a_row)
 
     def rewind(self, checkpoint_step: int | None, batch_size: int, samples: int) -> None:
         """The run goes back to a checkpoint: decide which batches it will pass over from there.
@@ -97,13 +98,13 @@ class NonFinitePolicy:
             raise NonFiniteError(f"{self._problem}, and there is no good checkpoint yet to go back to")
         self._rewinds[checkpoint_step] += 1
         if self._rewinds[checkpoint_step] > (most := self.training.max_nonfinite_rewinds):
-            raise NonFiniteError(f"{self._problem}, after going back to step {checkpoint_step} {most} times")
+            raise NonFiniteError(f"{self._problem}, after going back to step {checkpoint_step} {counted(most, 'time')}")
         batches = [self.offending - back * batch_size for back in range(self.training.rewind_batches)]
         self.pass_over.update(first for first in batches if first >= samples)
         self.offending = None
         logger.warning(
-            "%s: going back to the checkpoint of step %d; %d batches will be passed over",
-            self._problem, checkpoint_step, sum(first >= samples for first in self.pass_over),
+            "%s: going back to the checkpoint of step %d; %s will be skipped",
+            self._problem, checkpoint_step, counted(sum(first >= samples for first in self.pass_over), "batch"),
         )  # fmt: skip
 
     def state(self, sample: int) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def keep_batch(
     try:
         earlier, folder = folder.glob("step-*"), folder / f"step-{facts['step']:08d}"
         if sum(path != folder for path in earlier) >= MOST_KEPT:
-            logger.warning("%s holds %d batches already: this one is not kept", folder.parent, MOST_KEPT)
+            logger.warning("%s holds %s already: this one is not kept", folder.parent, counted(MOST_KEPT, "batch"))
             return
         folder.mkdir(parents=True, exist_ok=True)
         if mesh.is_first_with_data:

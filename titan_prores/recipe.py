@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from titan_prores import registry
 from titan_prores.config import Key, Section, Tree, dotted, setting, split_key, type_of
-from titan_prores.errors import ConfigError, ConfigErrors, nearest, shown
+from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest, shown
 from titan_prores.parts import Part, ResumeRule, dump, resolve_part, resolve_section, resume_rules
 
 Dtype = Literal["float32", "bfloat16"]
@@ -333,7 +333,7 @@ def plan_mesh(parallelism: Parallelism, world_size: int) -> dict[str, int]:
         given = world_size
     if given != world_size:
         product = " x ".join(f"{AXES[axis]} {degree}" for axis, degree in degrees.items() if degree != 1)
-        ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+        ranks = counted(world_size, "rank")
         allowed = f"degrees whose product is {world_size}, or one of them -1"
         if open_axes:
             allowed = f"the product of the other degrees, {given}, must divide {world_size}"

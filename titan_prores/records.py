@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from titan_prores.errors import counted
 from titan_prores.log import logger
 from titan_prores.mesh import Mesh
 from titan_prores.probing import Probing
@@ -46,7 +47,7 @@ class Records:
 
         def begin() -> None:
             if moved := run.set_aside_metrics(start_step):
-                logger.info("%d rows of metrics.jsonl past step %d moved aside", moved, start_step)
+                logger.info("%s of metrics.jsonl past step %d moved aside", counted(moved, "row"), start_step)
             for metric in self.metrics:
                 metric.start(run, info)
 

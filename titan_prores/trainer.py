@@ -13,6 +13,7 @@ import torch
 from titan_prores import mesh as mesh_module
 from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
 from titan_prores.data import TokenWindows, microbatches
+from titan_prores.errors import counted
 from titan_prores.failures import FailureBoard
 from titan_prores.garbage import ScheduledCollection
 from titan_prores.grad_norm import clip, total_norm
@@ -125,7 +126,8 @@ class Trainer:
         self._begin("opening the run's records")
         self.records.start(self.run, self.step, self.end, self.probing)
         self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
-        logger.info("%d tokens a step on %d ranks", self.batch_size * training.seq_len, self.mesh.size)
+        tokens, ranks = counted(self.batch_size * training.seq_len, "token"), counted(self.mesh.size, "rank")
+        logger.info("%s per step on %s", tokens, ranks)
         first_step = self.step + 1
         with ExitStack() as stack:
             collection = stack.enter_context(ScheduledCollection(training.gc_freq))
@@ -228,7 +230,7 @@ class Trainer:
         self.mesh.barrier()  # every step ends together, as `Agreement` relies on
         self.step += 1
         self.samples += self.batch_size
-        logger.warning("step %d: its batch was not finite before and is passed over", self.step)
+        logger.warning("step %d: its batch was not finite before and is skipped", self.step)
         tokens = self.samples * self.recipe.training.seq_len
         self.records.write({"step": self.step, "skipped": True, "tokens": tokens})
 

@@ -139,7 +139,7 @@ class Transform:
         return loss
 
     def describe(self) -> str:
-        """One line for the log and `--check`: what was done; a table may follow it, a line each."""
+        """One line for the log and `--check`: what was done, empty where nothing was; a table may follow it."""
         return ""
 
     def on_materialize(self, model: nn.Module) -> None:
@@ -243,7 +243,7 @@ def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], fac
     """Apply named transforms in the order of their phases and verify each.
 
     Returns:
-        A line for each: "name: what it did".
+        A line for each that did something: "name: what it did".
 
     Raises:
         ConfigError: a transform failed, had no effect or changed the names of weights, or the recipe needs something of
@@ -265,7 +265,8 @@ def apply_all(model: nn.Module, transforms: Sequence[tuple[str, Transform]], fac
             changed = sorted(set(names) ^ set(found))[:3]
             raise ConfigError(name, f"changes the names of weights, which are drawn and saved by them: {changed}")
         facts.applied.append(name)
-        lines.append(f"{name}: {transform.describe()}")
+        if what := transform.describe():
+            lines.append(f"{name}: {what}")
     for axis, degree in facts.mesh.degrees.items():
         if degree > 1 and axis not in facts.handled:
             raise ConfigError(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from titan_prores.errors import counted
 from titan_prores.failures import own_connection
 from titan_prores.log import logger
 
@@ -198,7 +199,7 @@ def stall_message(rank: int, everyone: dict[int, Progress | None], late: Sequenc
 
 
 def _describe(progress: Progress) -> str:
-    return f"{progress.what}, {progress.collectives} collectives begun"
+    return f"{progress.what}, {counted(progress.collectives, 'collective')} begun"
 
 
 def _begun(group: ProcessGroup) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from components.checkpoint._folder import MANIFEST, CheckpointFolder
-from titan_prores.errors import ConfigError, shown
+from titan_prores.errors import ConfigError, counted, shown
 from titan_prores.recipe import flatten
 from titan_prores.tables import show
 
@@ -136,7 +136,7 @@ def _diff(options: argparse.Namespace) -> int:
     for line in _tensor_differences(*(folder.at(step) for folder, step in pair)):
         found += 1
         print(f"tensor  {line}")
-    print(f"{found} differences" if found else "no difference")
+    print(counted(found, "difference") if found else "no difference")
     return int(found > 0)
 
 

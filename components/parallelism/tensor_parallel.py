@@ -123,7 +123,7 @@ class TensorParallel(Parallelism):
 
     def describe(self) -> str:
         if self.degree == 1:
-            return "nothing to do, tensor_parallel_degree is 1"
+            return ""
         how = ", asynchronous in compiled blocks" if self.config.async_tp else ""
         return f"{self.degree} ranks split every layer, the residual stream by sequence, the vocabulary by rows{how}"
 

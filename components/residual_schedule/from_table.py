@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, counted
 from titan_prores.prores import table
 from titan_prores.registry import register
 
@@ -43,9 +43,8 @@ class FromTable:
         if (found := table.digest(content)) != config.sha256:
             raise ConfigError("sha256", f"{config.path} has another: {found}", value=config.sha256)
         if self._table.n_layers != n_layers:
-            raise ConfigError(
-                "path", f"its table is for {self._table.n_layers} layers, the model has {n_layers}", value=config.path
-            )
+            layers = counted(self._table.n_layers, "layer")
+            raise ConfigError("path", f"its table is for {layers}, the model has {n_layers}", value=config.path)
         self._path = config.path
 
     def alpha(self, step: int) -> np.ndarray:
@@ -53,4 +52,4 @@ class FromTable:
 
     def describe(self) -> str:
         first, last = self._table.steps[[0, -1]].astype(int)
-        return f"{len(self._table.steps)} breakpoints of {self._path}, steps {first} to {last}"
+        return f"{counted(len(self._table.steps), 'breakpoint')} of {self._path}, steps {first} to {last}"

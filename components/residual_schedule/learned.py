@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from titan_prores.config import Section, setting
+from titan_prores.errors import counted
 from titan_prores.prores.learned import LearnedSchedule
 from titan_prores.registry import register
 
@@ -38,4 +39,4 @@ class Learned(LearnedSchedule):
     def describe(self) -> str:
         c = self.config
         monotone = f", monotone = {c.monotone:g}" if c.monotone else ""
-        return f"{self.n_layers} logits from alpha = {c.start:g}, {c.depth}; lr = {c.lr:g}{monotone}"
+        return f"{counted(self.n_layers, 'logit')} from alpha = {c.start:g}, {c.depth}; lr = {c.lr:g}{monotone}"

@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titan_prores.config import Section, one_of, setting
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, counted
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Phase, Transform
 
@@ -93,8 +93,9 @@ class ActivationCheckpoint(Transform):
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         n_layers = len(model.layers)
         if self.config.mode == "every_k" and self.config.every_k > n_layers:
+            layers = counted(n_layers, "layer")
             raise ConfigError(
-                "every_k", f"the model has {n_layers} layers: none would be checkpointed", value=self.config.every_k
+                "every_k", f"the model has {layers}: none would be checkpointed", value=self.config.every_k
             )
 
     def apply(self, model: nn.Module, facts: Facts) -> None:

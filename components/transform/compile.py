@@ -13,7 +13,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from titan_prores.config import Section, one_of, setting
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, counted
 from titan_prores.log import logger
 from titan_prores.protocols import Loss
 from titan_prores.registry import register
@@ -93,7 +93,7 @@ class Compile(Transform):
     def describe(self) -> str:
         config = self.config
         settings = [f"mode {config.mode}"] * (config.mode != "default") + ["fullgraph"] * config.fullgraph
-        what = f"{len(self.layers)} layers{' and the loss' if config.loss else ''} by {config.backend}"
+        what = f"{counted(len(self.layers), 'layer')}{' and the loss' if config.loss else ''} by {config.backend}"
         return ", ".join([what, *settings])
 
     def activations_note(self) -> str:
@@ -115,14 +115,14 @@ class Compile(Transform):
             logger.warning("compile: compiled again in step %d: %s", step, reasons)
         elif self.updates == WARMUP_UPDATES:
             say = logger.info if self.start.new_graphs() else logger.warning  # none: torch runs all of it uncompiled
-            say("compile: %d graphs after %d steps", self.start.new_graphs(), WARMUP_UPDATES)
+            say("compile: %s after %d steps", counted(self.start.new_graphs(), "graph"), WARMUP_UPDATES)
         self.seen = _Seen()
 
     def after_evaluation(self) -> None:
         # Without gradients a layer is another graph. More of them at a later evaluation is worth a line as well. What a
         # probe runs in the middle of an update is not compiled, and what the update has compiled is not for it.
         if not self.updating and self.seen.new_graphs():
-            logger.info("compile: %d more graphs for validation", self.seen.new_graphs())
+            logger.info("compile: %s for validation", counted(self.seen.new_graphs(), "more graph"))
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         return {"compiled_graphs": self.start.new_graphs()} if detailed else {}

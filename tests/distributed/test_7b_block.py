@@ -101,7 +101,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     two = run_ranks(train, 2, str(tmp_path), [], timeout=300)[0]
     (tmp_path / "gradients.pt").unlink()  # 0.8 GB
     assert (two["shape"].dim, two["shape"].ffn_dim, two["shape"].n_heads) == (4096, 11008, 32)
-    for line in ("2 ranks split every layer", "compile: 1 layers and the loss", "selective, 1 of 1 layers"):
+    for line in ("2 ranks split every layer", "compile: 1 layer and the loss", "selective, 1 of 1 layers"):
         assert line in two["log"] and line not in one["log"]
     assert "graph break" not in two["log"] and "compiled again" not in two["log"]
 

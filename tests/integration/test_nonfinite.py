@@ -76,7 +76,7 @@ def test_going_back_and_passing_over_is_skipping(folder: Path, skipped: Path) ->
     went_back, text = run(folder, "rewind", "--training.on_nonfinite=rewind")
     for step in bad:
         assert f"going back to the checkpoint of step {(step - 1) // 5 * 5}" in text
-        assert f"step {step}: its batch was not finite before and is passed over" in text
+        assert f"step {step}: its batch was not finite before and is skipped" in text
     found = [row for row in rows(went_back) if "validation" not in row]
     assert [row["step"] for row in found] == list(range(1, 21)), "every step has one row"
     assert [row["step"] for row in found if row.get("skipped")] == bad

@@ -374,7 +374,7 @@ def test_nonfinite_loss_stops_or_is_passed_over(faulty: list[str], tmp_path: Pat
         *endless, "--loss.name=sometimes_nan", "--training.on_nonfinite=skip", "--training.max_nonfinite_skips=2",
         "--loss.bad_calls=[9, 11, 13]", ranks=2, status=None,
     )  # fmt: skip
-    assert failed.status not in (0, None) and "after 2 batches passed over in a row" in failed.err
+    assert failed.status not in (0, None) and "after 2 batches skipped in a row" in failed.err
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def test_skips_in_a_row_are_counted() -> None:
         policy.judge(step, 0, **(GOOD if step % 3 == 0 else BAD))
     policy.judge(10, 0, **BAD)
     policy.judge(11, 0, **BAD)
-    with pytest.raises(NonFiniteError, match=r"step 12: .* after 2 batches passed over"):
+    with pytest.raises(NonFiniteError, match=r"step 12: .* after 2 batches skipped"):
         policy.judge(12, 0, **BAD)
 
 

@@ -168,7 +168,7 @@ def test_fsdp_splits_what_is_uneven_by_columns():
 
 def test_degree_1_changes_nothing():
     model = llama()
-    assert apply(model, 1) == ["tensor_parallel: nothing to do, tensor_parallel_degree is 1"]
+    assert apply(model, 1) == []
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
