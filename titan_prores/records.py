@@ -17,6 +17,7 @@ from titan_prores.protocols import Metric
 from titan_prores.recipe import Recipe
 from titan_prores.run_folder import RunFolder
 from titan_prores.transform import Transform
+from titan_prores.zero_gradients import ZeroGradients
 
 
 class Records:
@@ -30,6 +31,7 @@ class Records:
 
     def __init__(self, metrics: Sequence[Metric], recipe: Recipe, mesh: Mesh) -> None:
         self.metrics, self.recipe, self.mesh, self.is_main = metrics, recipe, mesh, mesh.is_main
+        self.zero_gradients = ZeroGradients()
 
     def start(self, run: RunFolder, start_step: int, end_step: int, probing: Probing) -> None:
         """All ranks: start the components; rows past `start_step`, which will be trained again, are moved aside.
@@ -80,6 +82,7 @@ class Records:
         """Show the row of a step with what transforms and probes add to it; nothing on ranks other than 0."""
         if not self.is_main:
             return
+        self.zero_gradients.look(row)
         step = row["step"]
         for transform in transforms:
             detailed = step % self.recipe.metrics.log_freq == 0
