@@ -29,6 +29,9 @@ else:
 
 Key = tuple[str, ...]
 
+# What a recipe says of itself alone: a recipe that inherits from it is another one.
+NOT_INHERITED: tuple[Key, ...] = (("job", "description"),)
+
 
 # --- Typed sections -----------------------------------------------------------------------------------------------
 
@@ -196,6 +199,16 @@ class Tree:
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
         return None
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Take single values out, where they are there."""
+        for *tables, name in keys:
+            table: Any = self.values
+            for part in tables:
+                table = table.get(part) if isinstance(table, dict) else None
+            if isinstance(table, dict) and not isinstance(table.get(name), dict):
+                table.pop(name, None)
+                self.origins.pop((*tables, name), None)
 
     def merge(self, other: Tree) -> None:
         """Put `other` over this tree: tables merge, everything else is replaced.
@@ -438,6 +451,7 @@ def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = 
             for layer in _layers(path.parent / base, chain=(*chain, path), named_by=place(("base",))):
                 if layer[0] not in [known for known, _ in layers]:  # a base of two bases counts once
                     layers.append(layer)
+                    layer[1].drop(NOT_INHERITED)
         except ConfigErrors as several:
             errors.extend(several.errors)
     if errors:

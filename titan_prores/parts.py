@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from titan_prores import registry
 from titan_prores.config import Key, Section, Tree, dotted, slot_kind, type_name, type_of
-from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.errors import ConfigError, ConfigErrors, nearest, shown
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,14 @@ def resolve_section(
             errors.append(_config_error(section, fault, key, tree, also))
     except Exception as error:
         errors.append(_own_fault(section, error, key, tree))
-    return typed if len(errors) == found else None
+    if len(errors) > found:
+        return None
+    if origins is not None:
+        for name, value in values.items():
+            if isinstance(value, str) and getattr(typed, name) != value:  # changed by a check of its own
+                origin = origins.get(dotted((*key, name))) or tree.origin((*key, name))
+                origins[dotted((*key, name))] = f"{origin} has {shown(value)}, which other keys override"
+    return typed
 
 
 def _own_fault(section: type[Section], error: Exception, key: Key, tree: Tree) -> ConfigError:

@@ -22,7 +22,7 @@ class Job(Section):
     """Where a run lives."""
 
     dump_folder: str = setting("outputs", "run folder: recipe, log, metrics and checkpoints go there", min_length=1)
-    description: str = setting("", "one line about the run, kept with it")
+    description: str = setting("", "one line about the run, kept with it; not inherited from a base")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA where there is a device")
 
 

@@ -41,6 +41,9 @@ FLAVORS = {
     for name, (dim, ffn_dim, n_heads, n_layers) in _SHAPES.items()
 }
 
+# What a shape is called that a recipe has made of a flavor by giving other numbers.
+CUSTOM = "custom"
+
 
 def _choices(intro: str, summaries: Mapping[str, str]) -> str:
     """Help of a key whose values live in a table: a line for each."""
@@ -52,9 +55,12 @@ class LlamaConfig(Section):
     """Shape of a Llama.
 
     `flavor` fills dim, ffn_dim, n_heads and n_layers where they are not given, `norm` init where it has one of its own.
+    Where a given number is not the flavor's, the flavor is "custom" from then on.
     """
 
-    flavor: str = setting("debug", f"named shape: {', '.join(FLAVORS)}", on_resume="free")
+    flavor: str = setting(
+        "debug", f"named shape: {', '.join(FLAVORS)}; {CUSTOM} = every number is given", on_resume="free"
+    )
     dim: int = setting(help="width of the residual stream", gt=0)
     n_layers: int = setting(help="number of blocks", gt=0, le=10_000)
     n_heads: int = setting(help="query heads", gt=0, le=10_000)
@@ -83,17 +89,25 @@ class LlamaConfig(Section):
     @classmethod
     def presets(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         flavor = given.get("flavor", "debug")
-        if not isinstance(flavor, str) or flavor not in FLAVORS:
+        flavors = {**FLAVORS, CUSTOM: {}}
+        if not isinstance(flavor, str) or flavor not in flavors:
             raise ConfigError(
-                "flavor", "is no flavor of llama", value=flavor, allowed=list(FLAVORS),
-                nearest=nearest(str(flavor), FLAVORS),
+                "flavor", "is not a flavor of llama", value=flavor, allowed=list(flavors),
+                nearest=nearest(str(flavor), flavors),
             )  # fmt: skip
-        preset = {key: (value, f"flavor {flavor}") for key, value in FLAVORS[flavor].items()}
+        preset = {key: (value, f"flavor {flavor}") for key, value in flavors[flavor].items()}
         norm = given.get("norm")
         scheme = NORM_SCHEMES.get(norm) if isinstance(norm, str) else None
         if scheme is not None and scheme.init is not None:
             preset["init"] = (scheme.init, f"norm {norm}")
         return preset
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom_where_numbers_differ(cls, values: dict[str, Any]) -> dict[str, Any]:
+        shape = FLAVORS.get(str(values.get("flavor", "debug")), {})
+        changed = [key for key, value in shape.items() if values.get(key, value) != value]
+        return {**values, "flavor": CUSTOM} if changed else values
 
     @field_validator("norm")
     @classmethod

@@ -197,6 +197,38 @@ def test_batch_and_mesh_are_checked_for_the_world_size():
         recipe_of("", world_size=3)
 
 
+# --- What a recipe is called
+
+
+def test_names_of_the_base_do_not_stay_where_its_numbers_do_not(tmp_path):
+    """A small model made from a recipe of 130M is neither of that flavor nor what the base says of itself."""
+    (tmp_path / "base.toml").write_text("""
+        job = { description = "130M, Pre-LN", dump_folder = "outputs/base" }
+        model = { flavor = "130M" }
+    """)
+    (tmp_path / "small.toml").write_text('base = "./base.toml"\nmodel = { dim = 64, n_heads = 2, n_layers = 2 }\n')
+    base, small = (resolve(config.load(tmp_path / name, (), DEFAULTS), 1) for name in ("base.toml", "small.toml"))
+    assert (base.job.description, base.slots["model"].config.flavor) == ("130M, Pre-LN", "130M")
+    assert (small.job.description, small.slots["model"].config.flavor) == ("", "custom")
+    assert small.job.dump_folder == "outputs/base"
+    assert small.origins["model.flavor"].endswith("base.toml:3 has '130M', which other keys override")
+    assert small.slots["model"].config.ffn_dim == 2048 and small.origins["model.ffn_dim"] == "flavor 130M"
+
+    (tmp_path / "again.toml").write_text(annotated_toml(small))
+    again = resolve(config.load(tmp_path / "again.toml", (), DEFAULTS), 1)
+    assert again == small
+
+
+def test_a_number_that_is_the_flavors_leaves_its_name():
+    assert recipe_of("", "--model.dim=64").slots["model"].config.flavor == "debug"
+    assert recipe_of("", "--model.dim=128").slots["model"].config.flavor == "custom"
+
+
+def test_a_custom_flavor_needs_every_number():
+    with pytest.raises(ConfigErrors, match=r"model\.dim: is required"):
+        recipe_of("", "--model.flavor=custom")
+
+
 # --- Resume
 
 
@@ -225,7 +257,7 @@ def changed(*overrides: str, first: tuple[str, ...] = ()):
 def test_must_stay_the_same(override, key):
     for errors, notes in (changed(override), changed(first=(override,))):
         assert len(errors) == 1 and f"{key}" in errors[0] and "must stay so" in errors[0], errors
-        assert notes == []
+        assert [note for note in notes if not note.startswith("model.flavor: ")] == []
     assert changed(override)[0][0].startswith(f"--{key}: {key} = ")
 
 
@@ -250,7 +282,7 @@ def test_is_free_to_change(override, note):
     more = () if "tensor_parallel" not in override else ("--parallelism.data_parallel_shard_degree=1",)
     if "flavor" in override:  # the name alone
         more = ("--model.dim=64", "--model.n_layers=4", "--model.n_heads=4", "--model.ffn_dim=176")
-        note = "model.flavor: 'debug' -> '71M'"
+        note = "model.flavor: 'debug' -> 'custom'"
     errors, notes = changed(override.strip(), *more, first=more)
     assert errors == []
     assert note in notes if note else notes == []

@@ -11,7 +11,8 @@ from typing import Any
 
 from titan_prores.config import dotted
 from titan_prores.errors import ConfigError, shown
-from titan_prores.recipe import SETS, Recipe, differences
+from titan_prores.recipe import SETS, SLOTS, Recipe, differences
+from titan_prores.registry import KINDS
 from titan_prores.run_folder import RunFolder, read_rows, write_atomically
 
 ENDED = ("finished", "diverged", "failed")
@@ -110,12 +111,17 @@ def changed(before: Mapping[str, Any], now: Recipe) -> list[str]:
     """What differs between the settings of a result and those of a run.
 
     A key that one of them lacks has its default there, and one that this version has no more is passed over, so that a
-    result outlives a new version. Settings of what is off in both are free.
+    result outlives a new version. Settings of what is off in both are free. So are those that a resumed run may change
+    in a section that must stay the same, such as loader workers: they change nothing about what is learned.
     """
+    rules = now.resume_rules()
     on, after = _switched_on(before), _switched_on(now.to_dict())
     found = [f"{dotted(key)}: {'on -> off' if key in on else 'off -> on'}" for key in sorted(on ^ after)]
     for key, ruled, old, new in differences(now, before):
         in_set = key[0] in SETS and len(key) > 2
+        kind = KINDS.get(SLOTS.get(key[0], ""))
+        if ruled in rules and rules[ruled].rule == "free" and kind is not None and kind.on_resume == "same":
+            continue
         if key[0] not in FREE_SECTIONS and ruled is not None and (not in_set or key[:2] in on & after):
             found.append(f"{dotted(key)}: {shown(old)} -> {shown(new)}")
     return found
