@@ -136,8 +136,7 @@ def test_table_6_has_the_paper_s_rows() -> None:
     assert len(runs) == 3 * 21 + 2
     for run in runs:
         schedule = run.values["schedule"]
-        tree = config.load(sweep.recipe, sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
-        built = resolve(tree, sweep.file.ranks)
+        built = sweep_recipe(sweep, run)
         post = run.values["norm"] in ("post", "deepnorm")
         assert built.training.steps == 60_000 and built.slots["model"].config.norm == run.values["norm"]
         assert built.slots["optimizer"].config.lr == (5e-4 if run.values["norm"] == "post" else 1e-3)
@@ -153,6 +152,104 @@ def test_table_6_has_the_paper_s_rows() -> None:
             total = int(length.removesuffix("k")) * 1000
             assert prores.residual_schedule.name == name
             assert min(alpha.alpha(total)) == 1 > min(alpha.alpha(total - 1))
+
+
+# Curves of Fig. 1 -> scheme, schedule of alpha and its T at each depth, peak learning rates.
+FIG_1 = {
+    "Pre-LN": ("pre", None, [2e-3]),
+    "DS-Init": ("pre_ds", None, [2e-3]),
+    "Scaled Init": ("pre_scaled", None, [2e-3]),
+    "Sandwich-LN": ("sandwich", None, [2e-3]),
+    "LNS": ("lns", None, [2e-3]),
+    "DeepNorm": ("deepnorm", None, [5e-4, 1e-3, 1.5e-3, 2e-3]),
+    "Pre-LN + ProRes": ("pre", {24: 1000, 48: 1000, 72: 1000, 96: 500, 120: 500}, [2e-3]),
+    "Pre-LN + ProRes-equal": ("pre", {24: 12_000, 48: 12_000, 72: 12_000, 96: 12_000, 120: 12_000}, [2e-3]),
+}
+
+
+def sweep_recipe(sweep: plan.Sweep, run: plan.Run) -> Recipe:
+    tree = config.load(sweep.recipe, sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
+    return resolve(tree, sweep.file.ranks)
+
+
+def scheme_of(built: Recipe) -> tuple[str, str, int]:
+    """Norm, init and warmup of the learning rate, as in SCHEMES."""
+    model, schedule = built.slots["model"].config, built.slots["lr_scheduler"].config
+    assert (schedule.decay_ratio, built.training.steps, built.training.global_batch_size) == (0.1, 100_000, 512)
+    return model.norm, model.init, schedule.warmup_steps
+
+
+def test_fig_1_has_the_paper_s_curves_at_every_depth() -> None:
+    sweep = plan.load(PAPER / "fig1.toml")
+    lines = sweep.runs_of_plot("depth", lambda run: None)
+    assert set(lines) == set(FIG_1)
+    found: dict[tuple, list[float]] = {}
+    for run in sweep.runs(lambda run: None):
+        built = sweep_recipe(sweep, run)
+        model = built.slots["model"].config
+        assert (model.dim, model.ffn_dim, model.n_heads) == (512, 1368, 8)
+        prores = {part.name: part.config for part in built.sets["transforms"]}.get("prores")
+        alpha = prores and (prores.residual_schedule.name, prores.residual_schedule.config.T)
+        key = (*scheme_of(built), alpha, model.n_layers)
+        found.setdefault(key, []).append(built.slots["optimizer"].config.lr)
+    expected = {
+        (*SCHEMES[scheme], T and ("equal" if "equal" in label else "linear", T[depth]), depth): rates
+        for label, (scheme, T, rates) in FIG_1.items() for depth in (24, 48, 72, 96, 120)
+    }  # fmt: skip
+    assert {key: sorted(rates) for key, rates in found.items()} == expected
+    # A line has one run a depth; DeepNorm's is that of the lowest metric of its depth.
+    values = {"24": "0.001", "48": "0.0005", "72": "0.002", "96": "0.0015", "120": "0.001"}
+    chosen = sweep.runs_of_plot("depth", lambda run: float(run.values["lr"] != values[run.values["layers"]]))
+    assert {run.values["layers"]: run.values["lr"] for run in chosen["DeepNorm"]} == values
+    for label, runs in chosen.items():
+        assert [run.values["layers"] for run in runs] == list(values), label
+
+
+# size -> the rates that appendix A tries
+SEARCHES = {"130m": [1e-3, 1.5e-3, 2e-3], "350m": [5e-4, 1e-3, 1.5e-3], "1.3b": [3e-4, 6e-4, 1e-3]}
+
+
+@pytest.mark.parametrize("size", SEARCHES)
+def test_searches_of_the_learning_rate(size: str) -> None:
+    """Every scheme of Table 2 at every rate, without ProRes; the recipe of the table is the run of the rate chosen."""
+    sweep = plan.load(PAPER / f"lr_search_{size}.toml")
+    assert sweep.folder == Path(f"outputs/paper/lr_search_{size}")
+    found: dict[str, list[float]] = {}
+    for run in sweep.runs(lambda run: None):
+        built, scheme = sweep_recipe(sweep, run), run.values["method"]
+        assert scheme_of(built) == SCHEMES[scheme]
+        assert "prores" not in {part.name for part in built.sets["transforms"]}
+        found.setdefault(scheme, []).append(built.slots["optimizer"].config.lr)
+        table_2 = recipe(f"paper/{size}/{scheme}", 8)
+        mine, its = (flatten(each.to_dict()) for each in (built, table_2))
+        differing = {key for key in mine | its if mine.get(key) != its.get(key)} - {("optimizer", "lr")}
+        assert differing <= {("job", "dump_folder"), ("job", "description")}, "nothing but the rate is searched"
+        chosen = built.slots["optimizer"].config.lr == table_2.slots["optimizer"].config.lr
+        cells = [each.cells.get(scheme) for each in sweep.file.beside if each.where["lr"] == run.values["lr"]]
+        assert cells == ([paper_perplexity(scheme, size)] if chosen else [None] * len(cells))
+    assert found == {scheme: SEARCHES[size] for scheme in SCHEMES}
+
+
+def paper_perplexity(scheme: str, size: str) -> str:
+    """Of Table 2, without ProRes, as the README of the recipes has it."""
+    table = (PAPER / "README.md").read_text().split("\n## Table 2")[1].split("\n## ")[0]
+    (line,) = re.findall(rf"^\| `{scheme}`, `{scheme}_prores` \| [^|]+ \|(.*)", table, re.M)
+    return line.split("|")[TABLE_2.index(size)].split()[0]
+
+
+def test_the_readme_s_table_3_adds_up() -> None:
+    """The columns of Pre-LN average to its row, and the mean gains to that of the seven schemes."""
+    text = (PAPER / "README.md").read_text()
+    columns = re.findall(r"^\| [\w-]+ \| ([\d.]+) -> ([\d.]+) \| \+([\d.]+) \|$", text, re.M)
+    without, with_prores, gains = ([float(value) for value in column] for column in zip(*columns, strict=True))
+    averages = re.findall(
+        r"^\| `(\w+)`, `\w+` \| [\d.]+ -> [\d.]+ \| [\d.]+ -> [\d.]+ \| ([\d.]+) -> ([\d.]+) \|$", text, re.M
+    )
+    assert len(columns) == 10 and [name for name, *_ in averages if name != "recipe"] == list(SCHEMES)
+    pre = averages[0]
+    assert [sum(without) / 10, sum(with_prores) / 10] == pytest.approx([float(pre[1]), float(pre[2])], abs=0.006)
+    gain = sum(float(b) - float(a) for _, a, b in averages) / len(averages)
+    assert sum(gains) / 10 == pytest.approx(gain, abs=0.01)
 
 
 CHECKED = {f"paper/{size}/pre_prores": size for size in ("71m", "130m", "350m", "1.3b", "3b")} | {"llama_7b": "7b"}
