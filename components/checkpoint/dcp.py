@@ -109,7 +109,8 @@ class DistributedCheckpoint:
         for step in candidates:
             problems = self._problems(step)
             if not problems:
-                return step, reason.format(step=step) + (f"; damaged: {', '.join(damaged)}" if damaged else "")
+                found = f"resuming at step {step}, {reason}"
+                return step, found + (f"; damaged: {', '.join(damaged)}" if damaged else "")
             logger.warning("checkpoint of step %d is damaged: %s", step, "; ".join(problems[:3]))
             damaged.append(f"step {step}")
         if not candidates:
@@ -137,7 +138,7 @@ class DistributedCheckpoint:
         return next((step for step in reversed(steps) if not self._problems(step)), None)
 
     def _candidates(self) -> tuple[list[int], str]:
-        """Steps to try, in this order, with the reason for the one that is whole; none for a start at 0.
+        """Steps to try, in this order, with why the first that is whole is taken; none, with the reason, to start at 0.
 
         Raises:
             ConfigError: what the recipe asks for is not there, or there is something in its way.
@@ -152,7 +153,7 @@ class DistributedCheckpoint:
         if isinstance(resume, int):
             if resume not in steps:
                 raise ConfigError("resume", f"there is no checkpoint of this step: {present}", value=resume)
-            return [resume], "resuming at step {step}, as checkpoint.resume says"
+            return [resume], "as checkpoint.resume says"
         if resume == "never":
             if steps:
                 raise ConfigError(
@@ -161,7 +162,7 @@ class DistributedCheckpoint:
                 )  # fmt: skip
             return [], "starting at step 0, as checkpoint.resume = never says"
         if steps:
-            return steps[::-1], f"resuming at step {{step}}, the newest of {len(steps)} in {path}"
+            return steps[::-1], f"the newest of {len(steps)} in {path}"
         if resume == "must":
             raise ConfigError("resume", f"there is nothing to resume: {present}", value=resume)
         return [], f"starting at step 0: {present}"

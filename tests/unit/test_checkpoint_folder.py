@@ -236,3 +236,12 @@ def test_a_folder_without_room_is_no_reason_not_to_resume(number, tmp_path, monk
     fails(errno.EACCES)
     with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
         checkpoint._check_writable()
+
+
+def test_braces_in_a_path_are_plain_text(tmp_path):
+    run = RunFolder(tmp_path / "out{x}%s", is_main=True)
+    for step in (2, 4):
+        publish(CheckpointFolder(run.path / "checkpoint"), step)
+    alone = SimpleNamespace(on_main=lambda call: call(), gather=lambda mine: [mine], rank=0, size=1)
+    checkpoint = DistributedCheckpoint(DistributedCheckpoint.Config(), run=run, mesh=alone)
+    assert checkpoint.choose() == (4, f"resuming at step 4, the newest of 2 in {run.path}/checkpoint")
