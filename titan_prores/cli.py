@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -310,10 +309,11 @@ def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
             continue
         unit = f" {extra['unit']}" if extra.get("unit") else ""
         if not info.is_required():
-            default = f" = {_toml_value(info.default)}" + (f", in{unit}" if unit and info.default is None else unit)
+            value = "(not set)" if info.default is None else config.inline(info.default)
+            default = f" = {value}" + (f", in{unit}" if unit and info.default is None else unit)
         elif name in preset:
             value, origin = preset[name]
-            default = f" = {_toml_value(value)}{unit} from {origin}"
+            default = f" = {config.inline(value)}{unit} from {origin}"
         else:
             default = f"{f', in{unit}' if unit else ''} (required)"
         lines.append(f"{indent}{name}: {type_name(info.annotation)}{default}{_bounds(info.metadata)}")
@@ -328,16 +328,6 @@ def _sections_in(annotation: object) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in typing.get_args(annotation) for section in _sections_in(inner)]
-
-
-def _toml_value(value: object) -> str:
-    if value is None:
-        return "(not set)"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def _bounds(metadata: Sequence[object]) -> str:

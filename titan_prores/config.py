@@ -152,10 +152,37 @@ def split_key(text: str) -> Key | None:
 
 def dotted(key: Sequence[str]) -> str:
     """The reverse of `split_key`: parts that are not bare words are quoted as TOML wants it."""
-    return ".".join(part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in key)
+    return ".".join(part if _BARE.fullmatch(part) else inline(part) for part in key)
 
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def inline(value: Any) -> str:
+    """A value as TOML on one line: what `key = ` or `--section.key=` is followed by."""
+    if isinstance(value, str):
+        # TOML is stricter than JSON in one character. The line breaks of Unicode are valid in both, yet read badly.
+        quoted = json.dumps(value, ensure_ascii=False)
+        return _UNREADABLE.sub(lambda found: _escaped(found[0]), quoted)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(inline, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{dotted((str(name),))} = {inline(inner)}" for name, inner in value.items()) + "}"
+    return str(value)
+
+
+def one_line(text: str) -> str:
+    """`text` for a message or a comment: on one line, without characters that TOML or a terminal cannot show."""
+    return _UNREADABLE.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    return f"\\u{ord(character):04X}"
+
+
+_UNREADABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 # --- Values and where they came from ------------------------------------------------------------------------------
@@ -285,6 +312,8 @@ def _impossible_values(values: Mapping[str, Any]) -> list[tuple[Key, Any, str]]:
         key, value = left.pop()
         if len(key) > _DEEPEST:
             return [((key[0],), _ABSENT, "nested too deeply")]
+        if _SURROGATE.search(key[-1]):
+            found.append((key, _ABSENT, "has bytes in its name that are not UTF-8 text"))
         if isinstance(value, dict):
             left.extend(((*key, name), inner) for name, inner in value.items())
         elif isinstance(value, list):
@@ -293,7 +322,12 @@ def _impossible_values(values: Mapping[str, Any]) -> list[tuple[Key, Any, str]]:
             found.append((key, value, "does not fit in the 64 bits of a TOML int"))
         elif isinstance(value, str) and "\0" in value:
             found.append((key, value, "has a NUL character in it"))
+        elif isinstance(value, str) and _SURROGATE.search(value):
+            found.append((key, value, "has bytes in it that are not UTF-8 text, which a recipe file cannot hold"))
     return found[::-1]
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of such bytes on a command line
 
 
 _DEEPEST = 20
@@ -385,9 +419,9 @@ def _flatten(values: Mapping[str, Any] | list, key: Key = ()) -> list[Key]:
 def _shown_path(path: Path) -> str:
     """The path relative to the working directory where that is shorter and does not climb out of it."""
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
+        return one_line(str(path.resolve().relative_to(Path.cwd())))
     except (ValueError, OSError, RuntimeError):
-        return os.path.normpath(path)
+        return one_line(os.path.normpath(path))
 
 
 def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = None) -> list[tuple[Path, Tree]]:
@@ -490,7 +524,7 @@ def parse_override(argument: str) -> Tree:
     key = split_key(name) or tuple(name.split("."))
     if not argument.startswith("--") or not equals or not all(key):
         raise ConfigError(argument, "is not an override", allowed="--section.key=value, the value as in TOML")
-    where = f"--{name}"
+    where = one_line(f"--{name}")
     try:
         parsed = _parse(f"value = {text}")
         value = parsed["value"] if set(parsed) == {"value"} else text

@@ -24,6 +24,7 @@ from typing import Any
 import filelock
 import tomli_w
 
+from titan_prores.config import one_line
 from titan_prores.errors import ConfigError
 from titan_prores.log import logger
 from titan_prores.recipe import Recipe
@@ -295,7 +296,7 @@ _KEY = re.compile(r"^(?P<name>[\w-]+|\"(?:[^\"\\]|\\.)*\") = ")
 def annotated_toml(recipe: Recipe) -> str:
     """The resolved recipe as TOML, every value followed by a comment that says where it came from."""
     lines, table, array = [], "", None
-    for line in tomli_w.dumps(recipe.to_dict()).splitlines():
+    for line in tomli_w.dumps(recipe.to_dict()).split("\n")[:-1]:
         # tomli_w starts keys and headers in the first column and indents what continues a value.
         origin = None
         if found := _TABLE.match(line):
@@ -308,7 +309,7 @@ def annotated_toml(recipe: Recipe) -> str:
         elif (found := _KEY.match(line)) and array is None:
             name = found["name"]
             origin = recipe.origins.get(f"{table}.{name}" if table else name, "default")
-        lines.append(f"{line}  # {' '.join(origin.split())}" if origin else line)
+        lines.append(f"{line}  # {one_line(origin)}" if origin else line)
     return "\n".join(lines) + "\n"
 
 

@@ -6,11 +6,13 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from titan_prores import config, recipe, registry, run_folder
-from titan_prores.errors import ConfigError
+from titan_prores.config import tomllib
+from titan_prores.errors import ConfigError, ConfigErrors
 from titan_prores.run_folder import RunFolder, annotated_toml, git_state
 
 PARTS = '''
@@ -91,6 +93,52 @@ def test_shipped_defaults_survive_the_round_trip(run):
     resolved = recipe.resolve(config.load(None, defaults=defaults))
     run.write_recipe(resolved)
     assert recipe.resolve(config.load(run.recipe_file, defaults=defaults)) == resolved
+
+
+NASTY = [chr(code) for code in (*range(1, 0x20), *range(0x7F, 0xA1), 0x2028, 0x2029, 0xFEFF, 0x1F600)]
+NASTY += ['"', '"""', "'", "\\", "#", "]", "[x]", " = ", "\r\n", "{x}", "%s", ""]
+
+
+def test_any_text_survives_in_values_keys_and_origins(run, resolved, tmp_path):
+    table = {f"a{text}b": text for text in NASTY}
+    assert tomllib.loads(f"x = {config.inline(table)}") == {"x": table}
+    for text in NASTY:
+        assert config.split_key(config.dotted(("a", text))) == ("a", text)
+    parent = tmp_path / "a\x01\u2028b"  # where values come from is written too
+    parent.mkdir()
+    file = parent / "given.toml"
+    file.write_text('base = "../recipe/given.toml"\n[job]\ndescription = "x"\n')
+    (tmp_path / "recipe").mkdir()
+    run.write_recipe(resolved)
+    (tmp_path / "recipe" / "given.toml").write_text(run.recipe_file.read_text())
+    lists = f"--model.many={config.inline(NASTY)}", f"--model.tables=[{config.inline(table)}]"
+    nasty = recipe.resolve(config.load(file, [*lists, f"--model.text={config.inline(''.join(NASTY))}"]))
+    run.write_recipe(nasty)
+    written = run.recipe_file.read_bytes().decode()
+    assert tomllib.loads(written)["model"] == nasty.to_dict()["model"]
+    assert nasty.slots["model"].config.many == tuple(NASTY)
+    assert recipe.resolve(config.load(run.recipe_file)) == nasty
+    assert 'description = "x"  # ' in written and "a\\u0001\\u2028b/given.toml:3" in written
+
+
+def test_a_folder_whose_name_is_not_utf8(run, resolved, tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/d\xff")
+    os.mkdir(folder)
+    run.write_recipe(resolved)
+    file = Path(folder) / "given.toml"
+    file.write_text(run.recipe_file.read_text())
+    there = recipe.resolve(config.load(file, ["--training.seed=7"]))
+    run.write_recipe(there)
+    assert "d\\uDCFF/given.toml" in run.recipe_file.read_text()
+    with pytest.raises(ConfigErrors, match=r"job.description = .*not UTF-8 text") as caught:
+        config_errors(config.load(file, ["--job.description=d\udcff"]))
+    assert len(caught.value.errors) == 1
+    with pytest.raises(ConfigErrors, match="has bytes in its name that are not UTF-8"):
+        config_errors(config.load(file, ['--job."d\udcff"=1']))
+
+
+def config_errors(tree):
+    raise ConfigErrors(tree.errors)
 
 
 def test_older_files_are_kept(run, resolved):
@@ -258,7 +306,7 @@ def test_annotated_toml_of_nested_tables_and_odd_keys():
     assert config.tomllib.loads(text) == Fake().to_dict()
     assert """x = "y # \\"z\\""  # file:1""" in text
     assert '"odd key" = 1  # default' in text
-    assert "file 3" in text and "file:2" in text
+    assert "file\\u000A3" in text and "file:2" in text
 
 
 def test_files_that_somebody_else_wrote_run_nothing(run, resolved):

@@ -6,7 +6,6 @@ Knows nothing of how a run is started; what became of earlier runs is handed in 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -454,17 +453,7 @@ def _argument(value: Any) -> str:
     """A value as an override takes it; a bare word goes without quotes."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value not in ("true", "false", "inf", "nan"):
         return value
-    return _toml(value)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{dotted((name,))} = {_toml(inner)}" for name, inner in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return config.inline(value)
 
 
 def load(path: Path) -> Sweep:
