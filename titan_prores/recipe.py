@@ -375,6 +375,18 @@ def global_batch_size(training: Training, data_ranks: int) -> int:
     return size
 
 
+def _refuse_sweep(tree: Tree) -> None:
+    """One error for a sweep file, which has the keys of a recipe nowhere, instead of one for each of its keys."""
+    recipe = tree.values.get("recipe")
+    if isinstance(recipe, str) and tree.values.keys() & {"folder", "axes", "grids"}:
+        where = tree.origin(("recipe",)) or ""
+        sweep = where.rpartition(":")[0]
+        raise ConfigErrors([
+            ConfigError("", "this file is a sweep, not a recipe", where=where,
+                        allowed=f"python scripts/sweep.py {sweep}, or the recipe that it names, {recipe}")
+        ])  # fmt: skip
+
+
 def _engine_sections(tree: Tree, errors: list[ConfigError]) -> dict[str, Section]:
     """First pass: unknown sections and every fault in the engine's own keys."""
     sections: dict[str, Section] = {}
@@ -496,6 +508,7 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     Raises:
         ConfigErrors: every fault of the first pass that has any.
     """
+    _refuse_sweep(tree)
     errors = list(tree.errors)
     sections = _engine_sections(tree, errors)
     if sections.get("parallelism") is not None and sections.get("training") is not None:

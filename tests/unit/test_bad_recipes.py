@@ -113,6 +113,11 @@ BAD = {
         [["optimizer.groups", "is a list in", "bad.toml:1", "the whole list"]],
     ),
     # --- values of the engine's sections
+    "sweep": (
+        'recipe = "base.toml"\nfolder = "x"\nseeds = [1]\n[axes]\nlr = { key = "optimizer.lr", values = [1] }',
+        [],
+        [["bad.toml:1: this file is a sweep, not a recipe", "scripts/sweep.py ", "it names, base.toml"]],
+    ),
     "unknown section": ("[trainning]\nsteps = 1", [], [["bad.toml:1: trainning: unknown section", "mean training?"]]),
     "bool for int": ("[training]\nsteps = true", [], [["bad.toml:2: training.steps = true", "type int, not bool"]]),
     "float for int": ("[training]\nsteps = 1e3", [], [["training.steps = 1000.0", "type int, not float"]]),

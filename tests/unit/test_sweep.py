@@ -247,6 +247,12 @@ def test_a_full_disk_leaves_the_report_as_it_was(read, tmp_path: Path) -> None:
     assert report.read_text() == written and not list(tmp_path.rglob("*.tmp"))
 
 
+def test_a_recipe_is_no_sweep(capsys) -> None:
+    assert command.main(["train_configs/debug.toml", "--list"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "'train_configs/debug.toml': is a recipe, not a sweep" in line and "scripts/train.py --config" in line
+
+
 def test_what_only_building_shows_is_refused_before_the_first_run(read, tmp_path: Path, capsys) -> None:
     read("[settings]\nlr_scheduler.warmup_steps = 99\n")
     assert command.main([str(tmp_path / "sweep.toml")]) == 2

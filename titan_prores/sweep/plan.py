@@ -17,7 +17,7 @@ from titan_prores import config
 from titan_prores.config import Section, dotted, setting
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.parts import resolve_section
-from titan_prores.recipe import flatten
+from titan_prores.recipe import SECTIONS, flatten
 
 SEED = "seed"  # the axis that every sweep has; statistics are taken over it
 
@@ -513,6 +513,15 @@ def from_arguments(
 
 
 def _typed(tree: config.Tree, path: Path | None) -> Sweep:
+    if path is not None and "recipe" not in tree.values and tree.values.keys() & set(SECTIONS):
+        train, sweep = (
+            f"python scripts/train.py --config {path}",
+            f"sweep.py --config {path} --folder FOLDER --axis ...",
+        )
+        problem = "is a recipe, not a sweep"
+        raise ConfigErrors(
+            [ConfigError("FILE", problem, value=str(path), allowed=f"{train}, or for a sweep of it {sweep}")]
+        )
     errors = list(tree.errors)
     file = resolve_section(SweepFile, tree.values, (), tree, errors)
     if errors or file is None:
