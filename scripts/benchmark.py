@@ -25,7 +25,8 @@ if str(REPOSITORY) not in sys.path:  # so that a checkout works without being in
     sys.path.insert(0, str(REPOSITORY))
 
 from titan_prores import tables  # noqa: E402
-from titan_prores.errors import ConfigError, ConfigErrors, nearest  # noqa: E402
+from titan_prores.errors import ConfigError, nearest  # noqa: E402
+from titan_prores.shell import run_command  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -589,14 +590,13 @@ def setup_of(options: argparse.Namespace, overrides: list[str], folder: Path) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options, overrides = parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
-        try:
-            setup, wanted = setup_of(options, overrides, Path(folder))
-        except (ConfigError, ConfigErrors) as error:
-            for each in getattr(error, "errors", [error]):
-                print(f"error: {each}", file=sys.stderr)
-            return 2
+        setup, wanted = setup_of(options, overrides, Path(folder))
         logging.disable(logging.INFO)  # dozens of runs each have the same to say
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and every profiler that it starts and stops
         import torch

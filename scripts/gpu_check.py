@@ -24,6 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 if str(REPOSITORY) not in sys.path:  # so that a checkout works without being installed
     sys.path.insert(0, str(REPOSITORY))
 
+from titan_prores.shell import run_command  # noqa: E402
+
 if TYPE_CHECKING:
     import torch
 
@@ -473,6 +475,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = parser().parse_args(arguments)
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from titan_prores import config, registry
 from titan_prores.config import Section, slot_kind, type_name
-from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest
+from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, resolve
+from titan_prores.shell import refuse, run_command
 from titan_prores.stopping import end_with_torchrun
 
 if TYPE_CHECKING:
@@ -127,42 +128,25 @@ def _world_size(key: str, text: str, errors: list[ConfigError]) -> int | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     end_with_torchrun()
-    try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
-        if options.help is not None:
-            print(describe(options.help) if options.help else USAGE, end="")
-        elif options.list_components is not None:
-            print(list_components(options.list_components), end="")
-        else:
-            tree = config.load(options.config, options.overrides, registry.builtin_folder() / "defaults.toml")
-            world_size = options.world_size or _world_size("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), tree.errors)
-            recipe = resolve(tree, world_size or 1)
-            if options.check:
-                from titan_prores.check import report
+    return run_command(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
-                print(report(recipe, world_size), end="")
-            else:
-                return train(recipe)
-        sys.stdout.flush()  # here, where a reader that is gone can be caught
-    except ConfigError as error:
-        return refuse([error])
-    except ConfigErrors as several:
-        return refuse(several.errors)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+def _run(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    if options.help is not None:
+        print(describe(options.help) if options.help else USAGE, end="")
+    elif options.list_components is not None:
+        print(list_components(options.list_components), end="")
+    else:
+        tree = config.load(options.config, options.overrides, registry.builtin_folder() / "defaults.toml")
+        world_size = options.world_size or _world_size("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), tree.errors)
+        recipe = resolve(tree, world_size or 1)
+        if not options.check:
+            return train(recipe)
+        from titan_prores.check import report
+
+        print(report(recipe, world_size), end="")
     return 0
-
-
-def refuse(errors: Sequence[ConfigError], say: bool | None = None) -> int:
-    """Print faults of a recipe and return the exit status; `say` = None prints on rank 0 for all."""
-    if say if say is not None else os.environ.get("RANK", "0") == "0":
-        for error in errors:
-            print(f"error: {error}", file=sys.stderr)
-        if len(errors) > 1:
-            print(counted(len(errors), "error"), file=sys.stderr)
-    return 2
 
 
 def train(recipe: Recipe) -> int:

@@ -53,7 +53,7 @@ def setup(log_file: Path | None, rank: int, world_size: int) -> None:
         shown.setFormatter(_PlainFormatter(f"%(asctime)s {mark}%(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(shown)
     if rank == 0 and log_file is not None:
-        kept = _LogFile(log_file, mode="a", encoding="utf-8")
+        kept = _LogFile(log_file, mode="a", encoding="utf-8", errors="backslashreplace")
         kept.setFormatter(_PlainFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         logger.addHandler(kept)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,17 +11,18 @@ from typing import Any
 from components.checkpoint._folder import MANIFEST, CheckpointFolder
 from titan_prores.errors import ConfigError, counted, shown
 from titan_prores.recipe import flatten
+from titan_prores.shell import run_command
 from titan_prores.tables import show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 where something is damaged or differs, 2 for a wrong one."""
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        return options.run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return options.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:

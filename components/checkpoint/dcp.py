@@ -146,7 +146,10 @@ class DistributedCheckpoint:
         path = self.folder.path
         if path.exists() and not path.is_dir():
             raise ConfigError("folder", f"{path} is no folder", value=self.config.folder)
-        resume, steps = self.config.resume, self.folder.steps()
+        try:
+            resume, steps = self.config.resume, self.folder.steps()
+        except OSError as error:
+            raise ConfigError("folder", f"{path} cannot be read: {error.strerror}", value=self.config.folder) from error
         if isinstance(resume, int) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
             resume = "auto"  # torchrun has started this run again, which had resumed there and gone on
         present = f"{path} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}"

@@ -94,3 +94,14 @@ def test_wrong_commands(
 ) -> None:
     assert main([argument.format(folder=folder.path) for argument in arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert main(["list", str(folder.path)]) == 2
+    assert capsys.readouterr().err == f"error: {folder.path}: Permission denied\n"

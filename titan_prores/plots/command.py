@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_prores import config, registry, spikes
-from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.errors import ConfigError, nearest
 from titan_prores.plots import figures
 from titan_prores.plots.runs import Run, difference, load_runs
+from titan_prores.shell import run_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,18 +33,17 @@ RUNS = "a run folder, or LABEL=FOLDER; a pattern stands for several"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what a command line asks for; returns the exit status: 0, or 2 for a wrong one."""
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options, rest = parser().parse_known_args(arguments)
-    try:
-        if rest and not getattr(options, "config", None):
-            raise ConfigError(rest[0].partition("=")[0], "is no option of this command", allowed="those of --help")
-        options.overrides = rest
-        figure = options.draw(options)
-        for path in figures.save(figure, options.out, options.name or options.command):
-            print(path)
-    except (ConfigError, ConfigErrors) as error:
-        for each in getattr(error, "errors", [error]):
-            print(f"error: {each}", file=sys.stderr)
-        return 2
+    if rest and not getattr(options, "config", None):
+        raise ConfigError(rest[0].partition("=")[0], "is no option of this command", allowed="those of --help")
+    options.overrides = rest
+    figure = options.draw(options)
+    for path in figures.save(figure, options.out, options.name or options.command):
+        print(path)
     return 0
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_prores import cli
-from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.errors import ConfigError
 from titan_prores.plots import command as plots
 from titan_prores.run_folder import write_atomically
+from titan_prores.shell import run_command
 from titan_prores.sweep import plan, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.runner import Book, Runner, command, slurm_script
@@ -32,20 +31,15 @@ Exit status: 0 all runs have ended, 1 one of them failed, 2 the sweep, the recip
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    return run_command(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options, options.settings = parser.parse_known_args(arguments)
     if wrong := [each for each in options.settings if not (each.startswith("--") and "." in each and "=" in each)]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    try:
-        return _run(options, arguments)
-    except BrokenPipeError:  # as under `| head`
-        _forget_output()
-        return 0
-    except ConfigError as error:
-        return cli.refuse([error])
-    except ConfigErrors as several:
-        return cli.refuse(several.errors)
+    return _run(options, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,15 +135,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _say(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:  # the runs go on without a listener
-        _forget_output()
-
-
-def _forget_output() -> None:
-    """Nobody reads any more: neither another line nor the interpreter's last flush shall fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(line, flush=True)
 
 
 def _list(book: Book) -> None:

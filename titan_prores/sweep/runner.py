@@ -20,6 +20,7 @@ from titan_prores.build import build_components
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
+from titan_prores.shell import environment_of_children
 from titan_prores.stopping import EXIT_STATUS, SIGNALS
 from titan_prores.sweep import results
 from titan_prores.sweep.plan import SEED, Run, Sweep
@@ -273,7 +274,7 @@ class Runner:
         number = [other.name for other in runs].index(run.name) + 1
         self.say(f"[{number}/{len(runs)}] {run.name}: {'goes on' if _stamp(folder) else 'starts'}")
         before = _stamp(folder)
-        environment = dict(os.environ)
+        environment = environment_of_children()
         environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // (self.jobs * self.sweep.file.ranks), 1)))
         with (folder / CONSOLE).open("ab") as console:
             length = console.tell()

@@ -1,0 +1,116 @@
+"""What every command has in common: output that never ends it, faults in a line each, an exit status."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from titan_prores.errors import ConfigError, ConfigErrors, counted
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command on settled streams; returns its exit status, or 2 after printing what was wrong with its input.
+
+    A file that cannot be read or written is a fault of the input as well. Ctrl-C gives 130, as a shell has it.
+    """
+    settle_streams()
+    try:
+        return command()
+    except ConfigError as error:
+        return refuse([error])
+    except ConfigErrors as several:
+        return refuse(several.errors)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return refuse([ConfigError("", f"{os.fsdecode(error.filename)}: {error.strerror}")])
+    except KeyboardInterrupt:
+        return 130
+
+
+def refuse(errors: Sequence[ConfigError], say: bool | None = None) -> int:
+    """Print faults of the input and return the exit status; `say` = None prints on rank 0 for all."""
+    if say if say is not None else os.environ.get("RANK", "0") == "0":
+        for error in errors:
+            print(f"error: {error}", file=sys.stderr)
+        if len(errors) > 1:
+            print(counted(len(errors), "error"), file=sys.stderr)
+    return 2
+
+
+def settle_streams() -> None:
+    """Make this process's stdout and stderr take everything: call it first in every command.
+
+    A closed stream, a pipe whose reader is gone and a full disk swallow what they cannot take. Characters that the
+    stream's encoding lacks are written as escapes. Streams that a caller has put in place of Python's stay as they are.
+    """
+    _occupy_standard_descriptors()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:  # closed when Python started
+            setattr(sys, name, _stream(descriptor, "utf-8", line_buffering=False))
+        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):
+                stream.flush()
+            setattr(sys, name, _stream(stream.fileno(), stream.encoding, line_buffering=stream.line_buffering))
+
+
+def _occupy_standard_descriptors() -> None:
+    """Open the null device where a standard stream is closed, or the next file would get its number, and its output."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def _stream(descriptor: int, encoding: str, *, line_buffering: bool) -> io.TextIOWrapper:
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    return io.TextIOWrapper(
+        io.BufferedWriter(_ForgivingFile(descriptor)), encoding=encoding, errors="backslashreplace",
+        line_buffering=line_buffering or unbuffered, write_through=unbuffered,
+    )  # fmt: skip
+
+
+class _ForgivingFile(io.RawIOBase):
+    """A descriptor that takes every write; what the system refuses is lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")
+        while True:
+            try:
+                return os.write(self._descriptor, view)
+            except BlockingIOError:  # the other end of a terminal or pipe may have made it so
+                with suppress(OSError):
+                    select.select([], [self._descriptor], [])
+            except OSError:
+                return len(view)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+
+def environment_of_children(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`environment` for a Python process that is to import this package too, from a checkout that is not installed too.
+
+    An installed package is found anyhow, and its folder on PYTHONPATH would come before the standard library.
+    """
+    root = Path(__file__).resolve().parents[1]
+    found = dict(environment)
+    if (root / "pyproject.toml").exists():
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), found.get("PYTHONPATH")]))
+    return found
