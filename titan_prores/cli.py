@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_prores import config, registry
-from titan_prores.config import Section, slot_kind, type_name
+from titan_prores.config import Section, Tree, slot_kind, type_name
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
-from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, resolve
+from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, load_plugins, resolve
 from titan_prores.shell import refuse, run_command
 from titan_prores.stopping import end_with_torchrun
 
@@ -34,8 +34,9 @@ Train a language model from a TOML recipe.
   --world-size N             with --check: for this many ranks
   --list-components [KIND]   the components there are, one line each
   --help                     this text
-  --help SECTION             the keys of an engine section, such as training
+  --help SECTION             the keys of a section, such as training or dataset
   --help KIND.NAME           the keys of a component, such as lr_scheduler.wsd
+                             with --config FILE both know the components that the recipe imports
 
 Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
 everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run folder: torchrun
@@ -133,19 +134,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    if options.help is not None:
-        print(describe(options.help) if options.help else USAGE, end="")
-    elif options.list_components is not None:
-        print(list_components(options.list_components), end="")
-    else:
-        tree = config.load(options.config, options.overrides, registry.builtin_folder() / "defaults.toml")
-        world_size = options.world_size or _world_size("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), tree.errors)
-        recipe = resolve(tree, world_size or 1)
-        if not options.check:
-            return train(recipe)
-        from titan_prores.check import report
+    if options.help == "":
+        print(USAGE, end="")
+        return 0
+    tree = config.load(options.config, options.overrides, registry.builtin_folder() / "defaults.toml")
+    if options.help is not None or options.list_components is not None:
+        if tree.errors:
+            raise ConfigErrors(tree.errors)
+        load_plugins(tree)
+        print(describe(options.help, tree) if options.help else list_components(options.list_components), end="")
+        return 0
+    world_size = options.world_size or _world_size("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), tree.errors)
+    recipe = resolve(tree, world_size or 1)
+    if not options.check:
+        return train(recipe)
+    from titan_prores.check import report
 
-        print(report(recipe, world_size), end="")
+    print(report(recipe, world_size), end="")
     return 0
 
 
@@ -250,34 +255,59 @@ def list_components(kind: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(topic: str) -> str:
-    """Every key of `kind.name` or of an engine section: type, default, unit and meaning.
+def describe(topic: str, tree: Tree | None = None) -> str:
+    """Every key of `kind.name`, of a section or of a component named alone: type, default, unit and meaning.
+
+    Args:
+        topic: what is asked for. Of a section that holds one component, such as dataset, that component is described.
+        tree: the recipe that says which one; None takes the one that a recipe gets by default.
 
     Raises:
         ConfigError: there is no such component or section.
     """
-    kind, dot, name = topic.partition(".")
-    lines = []
-    if not dot and kind in ENGINE_SECTIONS:
-        section = ENGINE_SECTIONS[kind]
-        lines = [f"[{kind}]  {registry.summary(section)}", *_describe_section(section)]
-    kind = SLOTS.get(kind, SETS.get(kind, kind))
-    if not dot and kind in registry.KINDS:
-        if lines:
-            lines.append("")
-        return "\n".join([*lines, f"{list_components(kind)}See --help {kind}.<name> for the keys of one."]) + "\n"
-    if lines:
-        return "\n".join(lines) + "\n"
-    if kind not in registry.KINDS:
-        topics = [*ENGINE_SECTIONS, *(f"{k}.<name>" for k in registry.KINDS)]
-        hint = nearest(kind, [*ENGINE_SECTIONS, *registry.KINDS, *SECTIONS])
-        raise ConfigError("--help", "is neither a section nor kind.name", value=topic, allowed=topics, nearest=hint)
+    word, dot, name = topic.partition(".")
+    kind = SLOTS.get(word, SETS.get(word, word))
+    if dot and kind in registry.KINDS:
+        return _describe_component(kind, name)
+    if dot or (word not in ENGINE_SECTIONS and kind not in registry.KINDS):
+        return _describe_component(*_find(topic, kind))
+    blocks = []
+    if word in ENGINE_SECTIONS:
+        section = ENGINE_SECTIONS[word]
+        blocks.append("\n".join([f"[{word}]  {registry.summary(section)}", *_describe_section(section)]) + "\n")
+    if section_of_one := next((section for section, held in SLOTS.items() if held == kind), None):
+        tree = tree or config.load(None, (), registry.builtin_folder() / "defaults.toml")
+        chosen = tree.values[section_of_one]["name"]
+        blocks.append(f'[{section_of_one}]  name = "{chosen}"\n{_describe_component(kind, chosen)}')
+    if kind in registry.KINDS:
+        blocks.append(f"{list_components(kind)}See --help {kind}.<name> for the keys of one.\n")
+    return "\n".join(blocks)
+
+
+def _find(topic: str, kind: str) -> tuple[str, str]:
+    """Kind and name of the one component that is called `topic`.
+
+    Raises:
+        ConfigError: none or several are.
+    """
+    found = [each for each in registry.KINDS if topic in registry.names(each)]
+    if len(found) == 1:
+        return found[0], topic
+    if found:
+        several = [f"{each}.{topic}" for each in found]
+        raise ConfigError("--help", "is the name of several components", value=topic, allowed=several)
+    every = {name: f"{each}.{name}" for each in registry.KINDS for name in registry.names(each)}
+    hint = nearest(kind, [*ENGINE_SECTIONS, *registry.KINDS, *SECTIONS]) or every.get(nearest(topic, every) or "")
+    topics = [*ENGINE_SECTIONS, *(f"{each}.<name>" for each in registry.KINDS)]
+    raise ConfigError("--help", "is neither a section nor kind.name", value=topic, allowed=topics, nearest=hint)
+
+
+def _describe_component(kind: str, name: str) -> str:
     try:
         component = registry.lookup(kind, name)
     except ConfigError as error:
         raise error.under(f"--help {kind}") from error
-    head = [f"{kind}.{name}  {registry.summary(component)}"]
-    return "\n".join([*head, *_describe_section(component.Config)]) + "\n"
+    return "\n".join([f"{kind}.{name}  {registry.summary(component)}", *_describe_section(component.Config)]) + "\n"
 
 
 def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:

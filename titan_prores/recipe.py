@@ -375,6 +375,26 @@ def global_batch_size(training: Training, data_ranks: int) -> int:
     return size
 
 
+def load_plugins(tree: Tree) -> None:
+    """Import what installed packages and the recipe's `import` offer.
+
+    Raises:
+        ConfigErrors: those that cannot be imported, all of them.
+    """
+    errors: list[ConfigError] = []
+    try:
+        registry.load_entry_points()
+    except ConfigErrors as several:
+        errors.extend(several.errors)
+    for entry in tree.imports:
+        try:
+            registry.load_plugin(entry.reference, entry.folder)
+        except ConfigError as error:
+            error.where = error.where or entry.where
+            errors.append(error)
+    _refuse_if_any(errors)
+
+
 def _refuse_sweep(tree: Tree) -> None:
     """One error for a sweep file, which has the keys of a recipe nowhere, instead of one for each of its keys."""
     recipe = tree.values.get("recipe")
@@ -526,17 +546,7 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     _refuse_if_any(errors)
 
     origins = {dotted(key): origin for key, origin in tree.origins.items()}
-    try:
-        registry.load_entry_points()
-    except ConfigErrors as several:
-        errors.extend(several.errors)
-    for entry in tree.imports:
-        try:
-            registry.load_plugin(entry.reference, entry.folder)
-        except ConfigError as error:
-            error.where = error.where or entry.where
-            errors.append(error)
-    _refuse_if_any(errors)
+    load_plugins(tree)
 
     slots: dict[str, Part] = {}
     for section, kind in SLOTS.items():

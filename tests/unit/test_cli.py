@@ -94,8 +94,56 @@ def test_help_of_components():
     assert describe("transforms.prores") == describe("transform.prores")
     for section in SECTIONS:
         assert describe(section)
-    assert "  wsd " in describe("lr_scheduler")
     assert describe("metrics").startswith("[metrics]") and "  jsonl " in describe("metrics")
+
+
+def test_help_of_a_section_shows_the_component_it_holds():
+    for section, kind, name in (("validation", "validator", "perplexity"), ("dataset", "dataset", "python_stdlib")):
+        text = describe(section)
+        assert text.startswith(f'[{section}]  name = "{name}"\n{describe(f"{kind}.{name}")}')
+        assert text.endswith(f"{list_components(kind)}See --help {kind}.<name> for the keys of one.\n")
+
+
+def test_help_of_a_component_named_alone():
+    assert describe("prores") == describe("transform.prores")
+    with pytest.raises(
+        ConfigError, match=r"several components \(allowed: lr_scheduler.linear, residual_schedule.linear\)"
+    ):
+        describe("linear")
+    with pytest.raises(ConfigError, match=r"did you mean transform\.prores\?"):
+        describe("prorse")
+
+
+PLUGIN = '''
+from titan_prores.config import Section, setting
+from titan_prores.registry import register
+
+@register("lr_scheduler", "sawtooth_of_help")
+class Sawtooth:
+    """Up and down again."""
+    class Config(Section):
+        period: int = setting(7, "length of a tooth", gt=0)
+    def __init__(self, config, *, total_steps): pass
+    def factor(self, step): return 1.0
+'''
+
+
+def test_help_and_lists_know_what_a_recipe_imports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(registry, "_table", {kind: dict(named) for kind, named in registry._table.items()})
+    (tmp_path / "parts.py").write_text(PLUGIN)
+    (tmp_path / "my.toml").write_text('import = ["./parts.py"]\nlr_scheduler.name = "sawtooth_of_help"')
+    assert cli.main(["--help", "sawtooth_of_help"]) == 2
+    assert "neither a section" in capsys.readouterr().err
+    recipe = ["--config", str(tmp_path / "my.toml")]
+    shown = []
+    for topic in ("lr_scheduler.sawtooth_of_help", "sawtooth_of_help", "lr_scheduler"):
+        assert cli.main(["--help", topic, *recipe]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "  period: int = 7   [> 0]\n" in shown[0] and shown[1] == shown[0] and shown[0] in shown[2]
+    assert cli.main(["--list-components", "lr_scheduler", *recipe]) == 0
+    assert "  sawtooth_of_help  Up and down again.\n" in capsys.readouterr().out
+    assert cli.main(["--help", "lr_scheduler", "--import=./nothing.py"]) == 2
+    assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
