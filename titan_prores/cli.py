@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_prores import config, registry
-from titan_prores.config import Section, Tree, slot_kind, type_name
+from titan_prores.config import Section, Tree, declared_extra, slot_kind
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, load_plugins, resolve
+from titan_prores.setting_types import plain, type_name
 from titan_prores.shell import refuse, run_command
 from titan_prores.stopping import end_with_torchrun
 
@@ -316,15 +317,16 @@ def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
         lines.append(f"{indent}(no keys)")
     preset = section.presets({})
     for name, info in section.model_fields.items():
-        extra = info.json_schema_extra or {}
+        extra = declared_extra(info)
         if kind := slot_kind(info):
             lines.append(f'{indent}{name}: {kind} = {{ name = "{info.default["name"]}" }}')
             lines.append(f"{indent}    {info.description}; see --help {kind}")
             continue
         unit = f" {extra['unit']}" if extra.get("unit") else ""
         if not info.is_required():
-            value = "(not set)" if info.default is None else config.inline(info.default)
-            default = f" = {value}" + (f", in{unit}" if unit and info.default is None else unit)
+            usual = info.get_default(call_default_factory=True)
+            value = "(not set)" if usual is None else config.inline(plain(usual))
+            default = f" = {value}" + (f", in{unit}" if unit and usual is None else unit)
         elif name in preset:
             value, origin = preset[name]
             default = f" = {config.inline(value)}{unit} from {origin}"

@@ -10,8 +10,6 @@ import json
 import os
 import re
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,35 +99,12 @@ def one_of(value: str, choices: Iterable[str]) -> str:
 
 def slot_kind(info: FieldInfo) -> str | None:
     """Kind of component that a field declared with `slot` takes; None for an ordinary setting."""
-    return (info.json_schema_extra or {}).get("slot")
+    return declared_extra(info).get("slot")
 
 
-def type_name(annotation: Any) -> str:
-    """A field's type as a recipe's author would say it: `int`, `"a" | "b"`, `list of string`."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return " | ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(type_name(a) for a in arguments if a is not type(None))
-    if origin is tuple:
-        if arguments[1:] != (Ellipsis,):
-            return f"[{', '.join(map(type_name, arguments))}]"
-        return f"list of {type_name(arguments[0])}"
-    if origin is dict:
-        return f"table of {type_name(arguments[1])}"
-    if typing.get_origin(annotation) is typing.Annotated:
-        return type_name(arguments[0])
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "table"
-    return _TYPE_NAMES.get(annotation, getattr(annotation, "__name__", "?"))
-
-
-_TYPE_NAMES = {str: "string", bool: "bool", int: "int", float: "float", dict: "table", list: "list", tuple: "list"}
-
-
-def type_of(value: Any) -> str:
-    """The type of a value as a recipe's author would say it."""
-    return _TYPE_NAMES.get(type(value), type(value).__name__)
+def declared_extra(info: FieldInfo) -> Mapping[str, Any]:
+    """What `setting` and `slot` say of a field besides its type: unit, on_resume, slot; empty for one of pydantic's."""
+    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
 # --- Keys ---------------------------------------------------------------------------------------------------------

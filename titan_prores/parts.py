@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,8 +10,19 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from titan_prores import registry
-from titan_prores.config import Key, Section, Tree, dotted, slot_kind, type_name, type_of
-from titan_prores.errors import ConfigError, ConfigErrors, nearest, shown
+from titan_prores.config import Key, Section, Tree, declared_extra, dotted, slot_kind
+from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest, shown
+from titan_prores.setting_types import (
+    alternatives,
+    choices,
+    inner_type,
+    is_enum,
+    is_section,
+    plain,
+    shaped,
+    type_name,
+    type_of,
+)
 
 
 @dataclass(frozen=True)
@@ -98,16 +106,17 @@ def resolve_section(
             if values[name] is None:
                 reported.add(name)
     try:
-        typed = section.model_validate(_freeze(values))
+        typed = section.model_validate(shaped(values, section))
     except ValidationError as error:
+        seen: set[Key] = set()
         for fault in error.errors(include_url=False):
-            first = str(fault["loc"][0]) if fault["loc"] else ""
-            if first in reported:
+            location, *declaration = _declaration(section, tuple(map(str, fault["loc"])))
+            if (location and location[0] in reported) or location in seen:
                 continue
-            if _is_choice_of_types(fields.get(first)):  # has a fault for each of the types
-                reported.add(first)
-                fault = {**fault, "loc": (first,), "input": values[first]}
-            errors.append(_config_error(section, fault, key, tree, also))
+            if len(alternatives(declaration[-1])) > 1:  # has a fault for each of the types
+                seen.add(location)
+                fault = {**fault, "input": _at(values, location)}
+            errors.append(_config_error(location, *declaration, fault, key, tree, also))
     except Exception as error:
         errors.append(_own_fault(section, error, key, tree))
     if len(errors) > found:
@@ -176,23 +185,13 @@ def resolve_part(
     return None if config is None else Part(kind, name, component, config, dotted(key))
 
 
-def _freeze(value: Any) -> Any:
-    """Lists as tuples, so that a frozen section cannot be changed through them."""
-    if isinstance(value, Mapping):
-        return {name: _freeze(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze(inner) for inner in value)
-    return value
-
-
 def _config_error(
-    section: type[Section], fault: Mapping[str, Any], key: Key, tree: Tree, also: tuple[str, ...]
-) -> ConfigError:
-    """A pydantic fault in our own words."""
-    location = tuple(str(part) for part in fault["loc"])
+    location: Key, owner: type[Section], info: FieldInfo | None, annotation: Any,
+    fault: Mapping[str, Any], key: Key, tree: Tree, also: tuple[str, ...],
+) -> ConfigError:  # fmt: skip
+    """A pydantic fault in our own words; the first four are what `_declaration` found."""
     full = (*key, *location)
-    name, where, value, kind = dotted(full), tree.origin(full), fault["input"], fault["type"]
-    owner, info, annotation = _declaration(section, location)
+    name, where, value, kind = dotted(full), tree.origin(full), plain(fault["input"]), fault["type"]
     wanted = type_name(annotation) if annotation is not None else None
     if kind == "extra_forbidden":
         known = [*owner.model_fields, *(also if len(location) == 1 else ())]
@@ -207,71 +206,54 @@ def _config_error(
     if kind in ("value_error", "assertion_error"):
         shown = {} if not location else {"value": value}  # of one key, not of the whole table
         return ConfigError(name, str(fault["ctx"]["error"]) or "is refused", where=where, **shown)
-    if kind == "literal_error":
-        choices = _choices(annotation)
-        hint = nearest(value, choices) if isinstance(value, str) else None
-        allowed = wanted.replace(" | ", ", ") if choices else fault["ctx"]["expected"]
+    words = choices(annotation)
+    if kind == "literal_error" or is_enum(annotation):
+        hint = nearest(value, words) if isinstance(value, str) else None
+        allowed = wanted.replace(" | ", ", ") if wanted else fault["ctx"]["expected"]
         return ConfigError(name, "is none of the choices", value=value, allowed=allowed, nearest=hint, where=where)
-    if _is_choice_of_types(info):
-        choices = _choices(annotation)
-        hint = nearest(value, choices) if isinstance(value, str) and choices else None
+    if len(alternatives(annotation)) > 1:
+        hint = nearest(value, words) if isinstance(value, str) and words else None
         return ConfigError(name, f"must be of type {wanted}", value=value, nearest=hint, where=where)
-    if kind.endswith("_type") and wanted:
+    if (kind.endswith("_type") or kind in ("is_instance_of", "sequence_str")) and wanted:
         hint = value.lower() if wanted == "bool" and str(value).lower() in ("true", "false") else None
         problem = f"must be of type {wanted}, not {type_of(value)}"
         return ConfigError(name, problem, value=value, nearest=hint, where=where)
     message = fault["msg"].replace("Input should", "must").replace("must be a valid", "must be of type")
     if kind in ("too_short", "string_too_short"):
         message = f"must have at least {fault['ctx']['min_length']} {'entry' if kind == 'too_short' else 'character'}"
+    if kind == "too_long":
+        message = f"must have at most {counted(fault['ctx']['max_length'], 'value')}"
     return ConfigError(name, message, value=value, where=where)
 
 
-def _declaration(section: type[Section], location: Key) -> tuple[type[Section], FieldInfo | None, Any]:
-    """What is declared for a fault's location: the section it lies in, its field, and the type at that very place.
+def _declaration(section: type[Section], location: Key) -> tuple[Key, type[Section], FieldInfo | None, Any]:
+    """What is declared for a fault's location: where it is, the section it lies in, its field, and its type there.
 
-    Walks through nested sections, lists and tables; field and type are None where the walk ends before the location.
+    Walks through nested sections, lists and tables. The location ends at a choice of types, of which pydantic has a
+    fault for each; field and type are None where the walk ends before the location.
     """
     info, annotation = None, None
     for depth, part in enumerate(location):
-        if depth == 0 or _is_section(annotation):
+        if depth == 0 or is_section(annotation):
             section = annotation if depth else section
             info = section.model_fields.get(part)
             annotation = info.annotation if info else None
         else:
-            inside = typing.get_args(annotation)
-            tuple_place = int(part) if part.isdecimal() and Ellipsis not in inside else 0
-            if typing.get_origin(annotation) is tuple and tuple_place < len(inside):
-                annotation = inside[tuple_place]
-            elif typing.get_origin(annotation) is dict:
-                annotation = inside[1]
-            else:
-                return section, None, None
-        annotation = _without_none(annotation)
-    return section, info, annotation
+            annotation = inner_type(annotation, part)
+            if annotation is None:
+                return location, section, None, None
+        options = alternatives(annotation)
+        if len(options) > 1:
+            return location[: depth + 1], section, info, annotation
+        (annotation,) = options
+    return location, section, info, annotation
 
 
-def _is_section(annotation: Any) -> bool:
-    return inspect.isclass(annotation) and issubclass(annotation, Section)
-
-
-def _without_none(annotation: Any) -> Any:
-    """`X` for `X | None`."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        left = [inner for inner in typing.get_args(annotation) if inner is not type(None)]
-        return left[0] if len(left) == 1 else typing.Union[tuple(left)]  # noqa: UP007
-    return annotation
-
-
-def _is_choice_of_types(info: FieldInfo | None) -> bool:
-    annotation = _without_none(info.annotation) if info else None
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """The words among the values of a Literal, also of one in a union."""
-    if typing.get_origin(annotation) is Literal:
-        return [value for value in typing.get_args(annotation) if isinstance(value, str)]
-    return [choice for inner in typing.get_args(annotation) for choice in _choices(inner)]
+def _at(values: Any, location: Key) -> Any:
+    """The value at a location of nested tables and lists."""
+    for part in location:
+        values = values[int(part)] if isinstance(values, (list, tuple)) else values[part]
+    return values
 
 
 def dump(section: Section) -> dict[str, Any]:
@@ -289,11 +271,11 @@ def _plain(value: Any) -> Any:
         return {"name": value.name, **dump(value.config)}
     if isinstance(value, Section):
         return dump(value)
-    if isinstance(value, tuple):
-        return [_plain(inner) for inner in value]
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
-    return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return plain(value)
 
 
 @dataclass(frozen=True)
@@ -314,6 +296,7 @@ def resume_rules(section: Section, default: str, key: Key = ()) -> dict[Key, Res
             rules[(*key, name, "name")] = ResumeRule(inner)
             rules |= resume_rules(value.config, inner, (*key, name))
         else:
-            rule = (info.json_schema_extra or {}).get("on_resume") or default
-            rules[(*key, name)] = ResumeRule(rule, None if info.is_required() else _plain(info.default))
+            rule = declared_extra(info).get("on_resume") or default
+            usual = None if info.is_required() else info.get_default(call_default_factory=True)
+            rules[(*key, name)] = ResumeRule(rule, _plain(usual))
     return rules

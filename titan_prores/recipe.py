@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_prores import registry
-from titan_prores.config import Key, Section, Tree, dotted, setting, split_key, type_of
+from titan_prores.config import Key, Section, Tree, dotted, setting, split_key
 from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest, shown
 from titan_prores.parts import Part, ResumeRule, dump, resolve_part, resolve_section, resume_rules
+from titan_prores.setting_types import type_of
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 
 from titan_prores.config import Section
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.setting_types import USABLE, unusable
 
 T = TypeVar("T", bound=type)
 
@@ -130,6 +131,8 @@ def _check_shape(kind: str, key: str, component: object) -> None:
         what = f"lacks {', '.join(missing)}"
     elif not (inspect.isclass(component.Config) and issubclass(component.Config, section)):
         what = f"has a Config that is no {section.__module__}.{section.__qualname__}"
+    elif wrong := unusable(component.Config):
+        what = f"has a Config with {wrong} (allowed: {USABLE})"
     else:
         return
     raise ConfigError(key, f"is no {kind} component: {component.__qualname__} {what} (see titan_prores.protocols)")
