@@ -157,6 +157,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def train(recipe: Recipe) -> int:
     """Train, and see to it that a failure on any rank ends all of them with one readable summary."""
+    from titan_prores.failures import Failure
     from titan_prores.log import setup
     from titan_prores.mesh import World
     from titan_prores.nonfinite import NonFiniteError
@@ -186,8 +187,9 @@ def train(recipe: Recipe) -> int:
             elif status == EXIT_STATUS:
                 trainer.run.write_status("stopped", trainer.step, signal=str(error))
             else:
-                what = {"error": str(error).splitlines()[0] if str(error) else "", "error_type": type(error).__name__}
-                trainer.run.write_status("failed", trainer.step, **what)
+                first = trainer.failures.first() if trainer.failures is not None else None
+                first = first or Failure.of(error, world.rank, trainer.stage)
+                trainer.run.write_status("failed", trainer.step, **first.for_status())
         _leave(status)
     if world.rank == 0:
         print(_farewell(end), end="")
@@ -211,20 +213,19 @@ def _farewell(end: dict) -> str:
 
 def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
     """Say what happened, once, and choose the exit status."""
+    from titan_prores.failures import Failure, report_failure
     from titan_prores.stopping import EXIT_STATUS, Stopped
 
     if isinstance(error, (ConfigError, ConfigErrors)):
         # Most are found by all ranks alike, some by the one that met them: the first to say so speaks for all.
-        first = trainer.failures.report(rank, trainer.stage, str(error)).rank if trainer.failures else 0
+        first = trainer.failures.report(Failure.of(error, rank, trainer.stage)).rank if trainer.failures else 0
         return refuse(getattr(error, "errors", [error]), say=rank == first)
     if isinstance(error, Stopped):
         if trainer.failures is not None:
-            trainer.failures.report(rank, trainer.stage, f"stopped by {error}", signal=str(error))
+            trainer.failures.report(Failure.of(error, rank, trainer.stage, signal=str(error)))
         if rank == 0:
             logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", error, trainer.stage)
         return EXIT_STATUS
-    from titan_prores.failures import report_failure
-
     report_failure(error, rank, trainer.stage, trainer.failures, trainer.log_file)
     return 1
 

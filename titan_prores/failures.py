@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PEER_GRACE_SECONDS = 2.0
 
 _LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "nccl")
+_GONE = "a rank that this one talks to is gone or late, and said nothing itself"
 
 
 def summarise(error: BaseException, rank: int) -> str:
@@ -59,12 +60,34 @@ def own_fault(key: str, error: Exception) -> ConfigError:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's failure, as it told the others; `signal` is the name of the one that ended it, where one did."""
+    """A rank's failure, as it told the others.
+
+    Attributes:
+        rank: which failed.
+        stage: what it was doing.
+        message: the first line of the summary, which may begin with the error's type.
+        error_type: name of the error's class.
+        signal: name of the one that ended it; empty where none did.
+    """
 
     rank: int
     stage: str
     message: str
+    error_type: str
     signal: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, stage: str, signal: str = "") -> Failure:
+        """What `error` is on this rank; one that only knows that a peer is gone says so."""
+        message = f"stopped by {signal}" if signal else summarise(error, rank).splitlines()[0]
+        if _is_lost_peer(error) and not isinstance(error, PeerError):
+            return cls(rank, stage, f"{PeerError.__name__}: {_GONE} ({message})", PeerError.__name__, signal)
+        return cls(rank, stage, message, type(error).__name__, signal)
+
+    def for_status(self) -> dict[str, str | int]:
+        """What status.json says of it."""
+        error = self.message.removeprefix(f"{self.error_type}: ")
+        return {"error": error, "error_type": self.error_type, "rank": self.rank, "stage": self.stage}
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first, in {self.stage}: {self.message}"
@@ -89,9 +112,8 @@ class FailureBoard:
 
         self._store = PrefixStore("titan_prores.failures", own_connection(store))
 
-    def report(self, rank: int, stage: str, message: str, signal: str = "") -> Failure:
-        """Say that this rank failed in `stage`; returns the failure that came first, be it this one or another's."""
-        mine = Failure(rank, stage, message, signal)
+    def report(self, mine: Failure) -> Failure:
+        """Say that this rank failed; returns the failure that came first, be it this one or another's."""
         try:
             return self._read(self._store.compare_set(self.KEY, "", json.dumps(asdict(mine))))
         except Exception:
@@ -113,11 +135,11 @@ class FailureBoard:
         if _is_lost_peer(error):
             self._wait_for_first()
         summary = summarise(error, rank)
-        first = self.report(rank, stage, summary.splitlines()[0])
+        first = self.report(Failure.of(error, rank, stage))
         if first.rank != rank:
             return f"stopped: {first}"
         if _is_lost_peer(error):
-            summary = f"a rank that this one talks to is gone or late, and said nothing itself\n{summary}"
+            summary = f"{_GONE}\n{summary}"
         return f"rank {rank} failed in {stage}: {summary}"
 
     def signal_behind(self, error: BaseException) -> str:
@@ -166,7 +188,7 @@ def report_failure(
         log_file: where rank 0 leaves the traceback, if there is a run folder yet.
     """
     text = board.account(error, rank, stage) if board else f"rank {rank} failed in {stage}: {summarise(error, rank)}"
-    first = board is None or (board.first() or Failure(rank, stage, "")).rank == rank
+    first = board is None or (board.first() or Failure.of(error, rank, stage)).rank == rank
     if rank == 0 and log_file is not None:
         with suppress(OSError), log_file.open("a", encoding="utf-8") as file:  # the disk may be what failed
             traceback.print_exception(error, file=file)

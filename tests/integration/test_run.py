@@ -231,8 +231,12 @@ def test_a_failure_on_one_rank_ends_all_with_one_summary(how: str, faulty: list[
         assert finished.err.count("rank 1 failed in step 3: ValueError: the sprocket has come off") == 1
         assert "at faulty.py:" in finished.err  # where it was raised, not where it was called
         assert "stopped: rank 1 failed first, in step 3" in finished.err
+        failed = {"error": "the sprocket has come off", "error_type": "ValueError", "rank": 1, "stage": "step 3"}
     else:
         assert "SIGKILL" in finished.err
+        failed = {"error_type": "PeerError", "rank": 0}
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert {key: status[key] for key in failed} == failed
     # torchrun's own summary agrees.
     assert re.search(r"Root Cause .*\n\[0\]:\n.*\n.*\n\s+rank\s+: 1 ", finished.err), finished.err
     assert sorted(losses(tmp_path / "run")) in ([1, 2], [1, 2, 3])

@@ -8,7 +8,7 @@ from torch.distributed import FileStore, HashStore, TCPStore
 
 from titan_prores import failures
 from titan_prores.errors import ConfigError
-from titan_prores.failures import FailureBoard, summarise
+from titan_prores.failures import Failure, FailureBoard, summarise
 
 
 def caught(raising):
@@ -48,10 +48,11 @@ def store(request, tmp_path):
 def test_the_first_to_report_wins(store):
     boards = [FailureBoard(store), FailureBoard(store)]
     assert boards[0].first() is None
-    first = boards[1].report(1, "step 7", "ValueError: no")
+    first = boards[1].report(Failure.of(ValueError("no"), 1, "step 7"))
     assert (first.rank, first.stage, first.message) == (1, "step 7", "ValueError: no")
-    assert boards[0].report(0, "step 8", "RuntimeError: Connection closed by peer") == first
+    assert boards[0].report(Failure.of(RuntimeError("Connection closed by peer"), 0, "step 8")) == first
     assert boards[0].first() == boards[1].first() == first
+    assert first.for_status() == {"error": "no", "error_type": "ValueError", "rank": 1, "stage": "step 7"}
 
 
 def test_accounts_of_first_and_second(store):
@@ -68,9 +69,12 @@ def test_accounts_of_first_and_second(store):
 def test_peer_that_died_without_a_word(monkeypatch):
     monkeypatch.setattr(failures, "PEER_GRACE_SECONDS", 0.2)
     start = time.monotonic()
-    text = FailureBoard(HashStore()).account(RuntimeError("Connection closed by peer"), rank=0, stage="step 4")
+    board = FailureBoard(HashStore())
+    text = board.account(RuntimeError("Connection closed by peer"), rank=0, stage="step 4")
     assert time.monotonic() - start >= 0.2
     assert "a rank that this one talks to is gone or late" in text
+    said = board.first().for_status()
+    assert said["error_type"] == "PeerError" and said["error"].startswith("a rank that this one talks to is gone")
 
 
 def test_a_store_that_is_gone_leaves_a_rank_its_own_failure():
@@ -81,4 +85,4 @@ def test_a_store_that_is_gone_leaves_a_rank_its_own_failure():
     board = FailureBoard(client)
     del server
     assert board.first() is None
-    assert board.report(1, "step 2", "mine").message == "mine"
+    assert board.report(Failure.of(ValueError("mine"), 1, "step 2")).message == "ValueError: mine"
