@@ -52,8 +52,7 @@ class Probing:
             ConfigError: it does not fill a single window.
         """
         windows = TokenWindows(self.held_out, self.training.seq_len)
-        count = min(sequences, len(windows))
-        return torch.stack([windows[number * len(windows) // count][0] for number in range(count)])
+        return torch.stack([windows[window][0] for window in windows.spread(sequences)])
 
     @torch.no_grad()
     def forward(

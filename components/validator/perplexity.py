@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_prores.config import setting
+from titan_prores.log import logger
 from titan_prores.protocols import Loss, ValidatorSection
 from titan_prores.records import perplexity
 from titan_prores.registry import register
@@ -24,12 +25,14 @@ class Perplexity:
 
     class Config(ValidatorSection):
         max_tokens: int = setting(
-            1_000_000, "take the first tokens of the held-out text only; 0 = all", unit="tokens", ge=0
-        )
+            1_000_000, "number of tokens to score, in windows evenly spread over the held-out text; 0 scores all",
+            unit="tokens", ge=0,
+        )  # fmt: skip
         batch_size: int = setting(0, "sequences a rank takes at once; 0 = training.local_batch_size", ge=0)
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._told = False
 
     @torch.no_grad()
     def validate(
@@ -41,9 +44,15 @@ class Perplexity:
         alpha of ProRes stays where training has it.
         """
         batch_size = self.config.batch_size or batch_size
-        n_windows = len(data)
-        if self.config.max_tokens:
-            n_windows = min(n_windows, max(self.config.max_tokens // data.seq_len, 1))
+        # The same ones each time and on every layout, so that losses compare.
+        windows = data.spread(max(self.config.max_tokens // data.seq_len, 1) if self.config.max_tokens else len(data))
+        n_windows = len(windows)
+        if not self._told:
+            self._told = True
+            logger.info(
+                "validation scores %s of the %s windows of held-out text%s", f"{n_windows:,}", f"{len(data):,}",
+                ", evenly spread" if n_windows < len(data) else "",
+            )  # fmt: skip
         # float64: a long sum of fp32 losses would depend on how it is split over ranks.
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         training = model.training
@@ -54,10 +63,10 @@ class Perplexity:
                 return None
             mine = range(first + mesh.data_rank * batch_size, first + (mesh.data_rank + 1) * batch_size)
             # Every rank runs the same number of forward passes; past the end it scores nothing.
-            samples = [data[min(window, n_windows - 1)] for window in mine]
+            samples = [data[windows[min(number, n_windows - 1)]] for number in mine]
             tokens_BS = torch.stack([tokens for tokens, _ in samples]).to(mesh.device)
             labels_BS = torch.stack([labels for _, labels in samples]).to(mesh.device)
-            labels_BS[torch.tensor([window >= n_windows for window in mine])] = -100
+            labels_BS[torch.tensor([number >= n_windows for number in mine])] = -100
             total[0] += loss(model(tokens_BS), labels_BS)
             total[1] += (labels_BS != -100).sum()
         model.train(training)

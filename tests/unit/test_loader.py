@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from titan_prores.data import IGNORED_LABEL, TokenStream, TokenWindows, microbat
 from titan_prores.data.shards import Shard
 from titan_prores.errors import ConfigError
 from titan_prores.recipe import Training, global_batch_size
+from titan_prores.registry import lookup
 
 # More workers than this machine has cores are what the tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -61,6 +63,55 @@ def test_partial_window_makes_every_token_but_the_first_a_label(tmp_path, n_toke
     assert tokens[labels != IGNORED_LABEL].tolist() == list(range(n_tokens - 1))
     assert set(tokens[labels == IGNORED_LABEL].tolist()) <= {60000}
     assert len(labels) - (n_tokens - 1) < 8
+
+
+def test_windows_are_spread_over_the_whole_stream(windows):
+    assert [windows.spread(count) for count in (1, 2, 3, 10, 99)] == [
+        [0],
+        [0, 5],
+        [0, 3, 6],
+        [*range(10)],
+        [*range(10)],
+    ]
+
+
+class FixedLoss(torch.nn.Module):
+    """A model whose loss of the label k is k / 10^4."""
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return tokens_BS
+
+    @staticmethod
+    def loss(logits: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        return (labels_BS[labels_BS != IGNORED_LABEL] / 1e4).sum()
+
+
+@pytest.mark.parametrize(("data_size", "batch_size"), [(1, 1), (1, 4), (2, 3), (3, 2)])
+def test_validation_scores_windows_from_all_of_the_held_out_text(tmp_path, monkeypatch, data_size, batch_size):
+    """Labels are places in the text: the mean is that of the text, not of its beginning, on any layout."""
+    lines = []
+    monkeypatch.setattr("titan_prores.log.logger.info", lambda line, *values: lines.append(line % values))
+    sums = []
+    windows = TokenWindows(write_stream(tmp_path, 1000), 8, keep_partial=True)
+    component = lookup("validator", "perplexity")
+    for max_tokens, count in ((80, 10), (0, 125), (10**6, 125)):
+        sums.clear()
+        for data_rank in range(data_size):
+            mesh = SimpleNamespace(
+                device=torch.device("cpu"), data_size=data_size, data_rank=data_rank,
+                sum_over_data=lambda total: sums.append(total.clone()) or total + 1e-9,
+            )  # fmt: skip
+            validator = component(component.Config(max_tokens=max_tokens))
+            model = FixedLoss()
+            validator.validate(model, model.loss, windows, mesh, batch_size, lambda: False)
+        summed, tokens = sum(sums).tolist()
+        chosen = [label for number in range(count) for label in windows[number * 125 // count][1].tolist()]
+        chosen = [label for label in chosen if label != IGNORED_LABEL]
+        assert tokens == len(chosen)
+        assert summed * 1e4 / tokens == pytest.approx(np.mean(chosen))
+        assert summed * 1e4 / tokens == pytest.approx(500, rel=0.12)  # the first 80 tokens' mean is 40
+    assert "validation scores 10 of the 125 windows of held-out text, evenly spread" in lines
+    assert lines[-1] == "validation scores 125 of the 125 windows of held-out text"
 
 
 @pytest.mark.parametrize(("n_tokens", "keep_partial"), [(8, False), (0, False), (1, True), (0, True)])

@@ -55,6 +55,11 @@ class TokenWindows(Dataset):
     def __len__(self) -> int:
         return self._n_windows
 
+    def spread(self, count: int) -> list[int]:
+        """Numbers of `count` windows at equal distances over the whole stream, or of all where there are no more."""
+        count = min(count, len(self))
+        return [number * len(self) // count for number in range(count)]
+
     def __getitem__(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, labels), each of shape [S], int64."""
         if not 0 <= window < self._n_windows:
