@@ -73,7 +73,11 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 class Tokenizer(Protocol):
-    """Text to token ids. Built from its config alone."""
+    """Text to token ids. Built from its config alone.
+
+    A method `encode_long(chunks: Iterable[str]) -> Iterator[np.ndarray]` may give what `encode` does for the chunks put
+    together, part by part; without it a long document is encoded as a whole, which takes memory for all its tokens.
+    """
 
     n_vocab: int
     eot_id: int  # marks the end of a document
@@ -95,8 +99,11 @@ class Dataset(Protocol):
 
     def __init__(self, config: DatasetSection) -> None: ...
 
-    def documents(self) -> Iterator[str]:
-        """Every document once, in an order that is the same each time."""
+    def documents(self) -> Iterator[str | Iterable[str]]:
+        """Every document once, in an order that is the same each time.
+
+        A document too long for memory is an iterable of its text in pieces, the same each time that it is iterated.
+        """
 
     def fingerprint(self) -> str:
         """A string that changes whenever the documents might; part of the token cache's key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import tiktoken
@@ -33,6 +33,10 @@ class BytesTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Shape [bytes of the text], uint32."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_long(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """What `encode` gives for the chunks put together, part by part."""
+        return map(self.encode, chunks)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,9 +84,14 @@ class HFFileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Shape [tokens], int64."""
-        with _panics_as_errors():
-            ids = [self.tokenizer.encode(p, add_special_tokens=False).ids for p in pieces(text, _MAX_PIECE)]
-        return np.concatenate([np.array(some, dtype=np.int64) for some in ids])
+        return np.concatenate(list(self.encode_long([text])))
+
+    def encode_long(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """What `encode` gives for the chunks put together, part by part."""
+        for piece in pieces(chunks, _MAX_PIECE):
+            with _panics_as_errors():
+                ids = self.tokenizer.encode(piece, add_special_tokens=False).ids
+            yield np.array(ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

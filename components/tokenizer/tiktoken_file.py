@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,18 +34,23 @@ _MAX_PIECE = 100_000  # characters; the regex engine gives up on a run of some h
 _CUT = re.compile(r"(?s).*(?:\n(?=\S)|\S(?= ))")
 
 
-def pieces(text: str, limit: int = _MAX_PIECE) -> list[str]:
-    """The text in pieces of at most `limit` characters, cut where no token of the usual patterns would reach across.
+def pieces(chunks: Iterable[str], limit: int = _MAX_PIECE) -> Iterator[str]:
+    """The text of `chunks` in pieces of at most `limit` characters, cut where no token of the usual patterns would
+    reach across.
 
-    That is after a newline that text follows, or before a blank that text precedes, as late as there is one.
+    That is after a newline that text follows, or before a blank that text precedes, as late as there is one. Where the
+    chunks begin and end does not matter.
     """
-    cut, start = [], 0
-    while len(text) - start > limit:
-        match = _CUT.match(text, start, start + limit)
-        end = match.end() if match else start + limit
-        cut.append(text[start:end])
-        start = end
-    return [*cut, text[start:]]
+    text = ""
+    for chunk in chunks:
+        text, start = text + chunk, 0
+        while len(text) - start > limit:
+            match = _CUT.match(text, start, start + limit)
+            end = match.end() if match else start + limit
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    yield text
 
 
 @register("tokenizer", "tiktoken_file")
@@ -94,7 +99,12 @@ class TiktokenFileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Shape [tokens], uint32."""
-        return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces(text)])
+        return np.concatenate(list(self.encode_long([text])))
+
+    def encode_long(self, chunks: Iterable[str]) -> Iterator[np.ndarray]:
+        """What `encode` gives for the chunks put together, part by part."""
+        for piece in pieces(chunks):
+            yield self.encoding.encode_to_numpy(piece, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,6 +185,34 @@ def test_refuses_ids_outside_the_vocabulary(tmp_path):
     with pytest.raises(ValueError, match="outside its vocabulary"):
         make(tmp_path, tokenizer=tokenizer)
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
+
+
+class Streaming(Words):
+    """Encodes part by part."""
+
+    def encode_long(self, chunks):
+        return map(self.encode, chunks)
+
+
+@pytest.mark.parametrize("tokenizer", [Words(), Streaming()])
+def test_a_document_in_pieces_is_the_document(tmp_path, tokenizer):
+    whole = make(tmp_path / "whole", tokenizer=tokenizer)
+    pieces = [[text[i : i + 7] for i in range(0, len(text), 7)] for text in TEXTS]
+    assert tree(make(tmp_path / "pieces", Listed([*pieces, [], [""]]), tokenizer=tokenizer).folder) == tree(
+        whole.folder
+    )
+    long = ["é" * 3_000_000, "b"]  # longer than what is encoded together
+    found = make(tmp_path / "long", Listed(long), tokenizer=tokenizer, validation_fraction=0.0, shard_tokens=10**7)
+    assert documents(found.train) == long and found.n_documents == 2
+
+
+def test_a_long_document_takes_no_memory_for_all_its_tokens(tmp_path):
+    text = "a" * 30_000_000
+    tracemalloc.start()
+    make(tmp_path, Listed([text]), tokenizer=Streaming(), shard_tokens=10**8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6 + 5e7, peak  # a copy of it, cut into chunks, and one chunk's tokens
 
 
 def test_half_surrogates_are_replaced(tmp_path):

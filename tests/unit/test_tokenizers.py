@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import sys
 
 import numpy as np
@@ -102,6 +103,22 @@ def test_ranks_file_equals_tiktoken(make, ranks_file, pattern):
     long = TEXT * 300  # several pieces
     assert len(long) > 400_000
     assert tokenizer.encode(long).tolist() == theirs.encode_ordinary(long)
+
+
+@pytest.mark.parametrize("name", names("tokenizer"))
+def test_a_text_in_chunks_has_the_tokens_of_the_whole(make, name):
+    """Wherever the chunks end, and for more than is encoded at once."""
+    tokenizer = make(name)
+    draw = random.Random(0)
+    long = TEXT * 800  # 1.2 million characters
+    for text in ("", "a", TEXT, long):
+        whole = tokenizer.encode(text).tolist()
+        start, chunks = 0, []
+        while start < len(text):
+            end = start + draw.randint(1, 1 + len(text) // 3)
+            chunks.append(text[start:end])
+            start = end
+        assert [token for part in tokenizer.encode_long(chunks) for token in part.tolist()] == whole
 
 
 def test_presets_split_as_the_published_encodings_do(make):

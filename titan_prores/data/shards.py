@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,6 +36,7 @@ _PROGRESS_SECONDS = 5.0
 _HEAD_START_SECONDS = 1.0
 _OPEN_SHARDS = 128  # memory maps held at once; each holds a file descriptor
 _READ_BYTES = 1 << 22
+_CHUNK = 1 << 20  # characters of a document that are worked on together
 _MAX_INDEX_BYTES = 1 << 26  # some 400,000 shards
 
 
@@ -366,26 +367,24 @@ def _write_shards(
         return f"{verb} {source_name}: {n_documents:,} documents, {n_tokens:,} tokens, {rate:.1f} MB/s"
 
     try:
-        for text in dataset.documents():
-            text, encoded = _as_utf8(text)
-            if not text:
+        for document in dataset.documents():
+            chunks = _chunks(document)
+            size, fraction = _size_and_fraction(chunks)
+            if not size:
                 continue
-            try:
-                ids = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(np.int64, casting="safe")
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise ConfigError("", f"the tokenizer fails on document {n_documents + 1}: {what}") from error
-            if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
-                raise ValueError(f"the tokenizer gave an id outside its vocabulary of {tokenizer.n_vocab}")
-            held_out = _hash_fraction(encoded) < config.validation_fraction
-            with _as_config_error(config):
-                splits["validation" if held_out else "train"].add(ids.astype(dtype))
+            split = splits["validation" if fraction < config.validation_fraction else "train"]
             n_documents += 1
-            n_tokens += len(ids)
-            n_bytes += len(encoded)
-            if time.monotonic() - said >= _PROGRESS_SECONDS:
-                said = time.monotonic()
-                say(progress("tokenising"))
+            split.n_documents += 1
+            n_bytes += size
+            for ids in _encode(tokenizer, chunks, n_documents):
+                if ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
+                    raise ValueError(f"the tokenizer gave an id outside its vocabulary of {tokenizer.n_vocab}")
+                with _as_config_error(config):
+                    split.add(ids.astype(dtype))
+                n_tokens += len(ids)
+                if time.monotonic() - said >= _PROGRESS_SECONDS:
+                    said = time.monotonic()
+                    say(progress("tokenising"))
         if n_documents == 0:
             raise ConfigError("", f"the dataset {source_name} has no documents with any text")
         with _as_config_error(config):
@@ -410,18 +409,46 @@ def _write_shards(
     }
 
 
-def _as_utf8(text: str) -> tuple[str, bytes]:
-    """The text with its UTF-8 bytes; surrogates without their half, which JSON can hold, become U+FFFD."""
+def _chunks(document: str | Iterable[str]) -> Iterable[str]:
+    """A document's text in pieces, which can be iterated again.
+
+    Surrogates without their half, which JSON can hold, become U+FFFD.
+    """
+    if not isinstance(document, str):
+        return document
+    if not document.isascii():
+        try:
+            document.encode()
+        except UnicodeEncodeError:
+            document = document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return [document[start : start + _CHUNK] for start in range(0, len(document), _CHUNK)]
+
+
+def _size_and_fraction(chunks: Iterable[str]) -> tuple[int, float]:
+    """Bytes of a text in UTF-8, and a number in [0, 1) that depends on the text alone."""
+    digest, size = hashlib.blake2b(digest_size=6), 0
+    for chunk in chunks:
+        encoded = chunk.encode()
+        digest.update(encoded)
+        size += len(encoded)
+    return size, int.from_bytes(digest.digest(), "little") / 2**48
+
+
+def _encode(tokenizer: Tokenizer, chunks: Iterable[str], number: int) -> Iterator[np.ndarray]:
+    """Tokens of document `number`, with its end, part by part, int64. Raises ConfigError where the tokenizer fails."""
+    held = np.empty(0, dtype=np.int64)
     try:
-        return text, text.encode()
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return text, text.encode()
-
-
-def _hash_fraction(encoded: bytes) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=6).digest(), "little") / 2**48
+        long = getattr(tokenizer, "encode_long", None)
+        for part in long(chunks) if long else [tokenizer.encode("".join(chunks))]:
+            if len(held):
+                yield held
+            held = np.asarray(part).astype(np.int64, casting="safe")
+    except ConfigError:  # the text cannot be read
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError("", f"the tokenizer fails on document {number}: {what}") from error
+    yield np.append(held, tokenizer.eot_id)
 
 
 class _SplitWriter:
@@ -438,8 +465,7 @@ class _SplitWriter:
         self._file = None
 
     def add(self, ids: np.ndarray) -> None:
-        """One document, with its end-of-text token, in the split's dtype."""
-        self.n_documents += 1
+        """Tokens of a document, all or some, the last with its end-of-text token, in the split's dtype."""
         self.n_tokens += len(ids)
         while len(ids):
             if self._file is None:
