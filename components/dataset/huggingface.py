@@ -12,9 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from components.dataset._files import refuse_lfs_pointers
+from components.dataset._records import RecordsSection, SkippedRecords
 from titan_prores.config import setting
 from titan_prores.errors import ConfigError, MissingError, nearest
-from titan_prores.protocols import DatasetSection
 from titan_prores.registry import register
 
 
@@ -22,7 +23,7 @@ from titan_prores.registry import register
 class HuggingFaceDataset:
     """A data set of the Hugging Face hub, streamed; runs no code that comes with it and reads no files but its own."""
 
-    class Config(DatasetSection):
+    class Config(RecordsSection):
         """Settings of the dataset."""
 
         path: str = setting(help="name on the hub such as allenai/c4, a local folder, or a format such as json")
@@ -30,7 +31,7 @@ class HuggingFaceDataset:
         split: str = setting(
             "train", "split of the data set, or several as a+b; validation text is held out of it by hash"
         )
-        field: str = setting("text", "column that holds the text of a document")
+        field: str = setting("text", "column that holds the text of a document; meta.text is text in meta")
         data_files: tuple[str, ...] | None = setting(None, "only these files of the data set; globs, or local paths")
         revision: str | None = setting(None, "branch, tag or commit on the hub; None = its main branch")
         max_documents: int | None = setting(None, "stop after this many; None = all", gt=0)
@@ -63,8 +64,10 @@ class HuggingFaceDataset:
             )
         except Exception as error:
             raise _config_error("path", "cannot be opened", config.path, error) from error
+        data_files = [file for files in (builder.config.data_files or {}).values() for file in files]
+        refuse_lfs_pointers("path", data_files)
         if config.data_files is None and builder.base_path:  # a data set's card may name any file at all
-            for file in (file for files in (builder.config.data_files or {}).values() for file in files):
+            for file in data_files:
                 if not _is_within(file, builder.base_path):
                     raise ConfigError("path", f"names {file}, which is no file of the data set", value=config.path)
         return builder
@@ -83,31 +86,26 @@ class HuggingFaceDataset:
                 nearest=nearest(config.split, known),
             )  # fmt: skip
         try:
-            for row in islice(builder.as_streaming_dataset(split=config.split), config.max_documents):
-                yield self._text(row)
+            rows = builder.as_streaming_dataset(split=config.split)
+            skipped = SkippedRecords(config.max_skipped_records)
+            records = ((f"{config.path}, record {number}", row) for number, row in enumerate(rows, 1))
+            yield from islice(skipped.texts(records, config.field), config.max_documents)
+            skipped.report()
         except ConfigError:
             raise
         except Exception as error:
             raise _config_error("path", "cannot be read", config.path, error) from error
 
-    def _text(self, row: dict[str, Any]) -> str:
-        field = self.config.field
-        if field not in row:
-            raise ConfigError(
-                "field", "is no column of the data set", value=field, allowed=list(row), nearest=nearest(field, row)
-            )
-        if not isinstance(row[field], str):
-            raise ConfigError("field", f"must hold text, not {type(row[field]).__name__}", value=field)
-        return row[field]
-
     def fingerprint(self) -> str:
         """Hash of the settings, and of the files with their commit on the hub or, on disk, their time of change."""
         config, files = self.config, self._builder.config.data_files or {}
-        parts = [
+        parts: list[Any] = [
             [config.path, config.subset, config.split, config.field, config.data_files, config.max_documents],
             {str(split): [list(found), found.origin_metadata] for split, found in files.items()},
             self._builder.hash,
         ]
+        if config.max_skipped_records:
+            parts.append(config.max_skipped_records)
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
