@@ -31,7 +31,7 @@ def test_command_line(tmp_path: Path) -> None:
     run.mkdir()
     (run / "recipe.toml").write_text("[training]\nsteps = 2\n")
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n')
-    finished = plot("loss", f"mine={run}", "--out", str(tmp_path / "out"))
+    finished = plot("loss", f"mine={run}", "--output", str(tmp_path / "out" / "loss"))
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == [str(tmp_path / "out" / name) for name in ("loss.png", "loss.svg")]
     wrong = plot("cosine", str(run))
@@ -59,15 +59,16 @@ def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
     logging.disable(logging.NOTSET)
     assert found == pytest.approx(row["residual_cosine"], abs=1e-5)
     pytest.importorskip("matplotlib")
-    out = ["--out", str(tmp_path / "out")]
-    for command in (["loss"], ["gap", str(run)], ["activation"], ["cosine"], ["depth", "--window", "2"], ["alpha"],
-                    ["activation", "--key", "branch_ratio_ffn", "--name", "ratio"],
-                    ["cosine", "--checkpoints", "2", "8", "--name", "checkpoints"]):  # fmt: skip
+    (tmp_path / "out").mkdir()
+    out = ["--output", str(tmp_path / "out")]
+    commands = (["loss"], ["gap", str(run)], ["activation"], ["cosine"], ["depth", "--window", "2"], ["alpha"],
+                ["activation", "--key", "branch_ratio_ffn"], ["cosine", "--checkpoints", "2", "8"],
+                ["metric", "--key", "grad_norm", "--key", "alpha", "--x", "hours"])  # fmt: skip
+    for command in commands:
         finished = plot(command[0], str(run), *command[1:], *out)
         assert finished.returncode == 0, finished.stderr
-    names = ("loss", "gap", "activation", "cosine", "depth", "alpha", "ratio", "checkpoints")
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    written = [path.suffix for path in (tmp_path / "out").iterdir()]
+    assert sorted(written) == [".png"] * len(commands) + [".svg"] * len(commands)
     missing = plot("cosine", str(run), "--checkpoints", "2", "99", *out)
     assert missing.returncode == 2 and "--checkpoints = 99: there is none in" in missing.stderr
     assert not list((run / "checkpoint").glob("*aside*")), "nothing of the run is touched"

@@ -11,7 +11,7 @@ import pytest
 
 from titan_prores.errors import ConfigError
 from titan_prores.plots import command
-from titan_prores.plots.runs import difference, ema, load_run, load_runs
+from titan_prores.plots.runs import difference, ema, fitting_decay, load_run, load_runs
 from titan_prores.prores.schedules import SCHEDULES, Schedule
 
 pytest.importorskip("matplotlib")
@@ -81,6 +81,28 @@ def test_ema_by_hand() -> None:
     assert constant == pytest.approx(7.0), "it is not drawn to zero at first"
 
 
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.99])
+def test_ema_of_a_ramp_has_its_closed_form(decay: float) -> None:
+    """Of the ramp v_i = i with weights decay^k / sum: it lags by decay/(1-decay) - n decay^n/(1-decay^n)."""
+    n = np.arange(1, 301)
+    lag = decay / (1 - decay) - n * decay**n / (1 - decay**n)
+    assert ema(n - 1.0, decay) == pytest.approx(n - 1 - lag, rel=1e-9, abs=1e-9)
+    assert ema(np.stack([n - 1.0, -3.0 * n], axis=1), decay)[:, 0] == pytest.approx(ema(n - 1.0, decay))
+
+
+def test_ema_of_a_short_run_does_not_stand_above_its_loss(tmp_path: Path) -> None:
+    """80 steps of a falling loss end where the loss does; over all of them it would stand 0.4 nats higher."""
+    losses = {step: 3.2 + 2.4 * math.exp(-3 * step / 80) for step in range(1, 81)}
+    run = write_rows(tmp_path / "run", *({"step": step, "loss": loss} for step, loss in losses.items()))
+    assert ema(np.array([*losses.values()]), 0.99)[-1] - losses[80] > 0.4
+    axis = draw("loss", str(run)).axes[0]
+    (label,) = [line.get_label() for line in axis.lines if "EMA" in line.get_label()]
+    assert label == "EMA(0.75) of training"
+    assert 0 < lines(axis)["run"][1][-1] - losses[80] < 0.05
+    assert [fitting_decay([n]) for n in (0, 1, 20, 80, 2000, 10**6)] == [0, 0, 0, 0.75, 0.99, 0.99]
+    assert fitting_decay([80, 2000, 5]) == 0.99, "one for all lines of a figure, by the longest"
+
+
 def test_loss(pair: tuple[Path, Path]) -> None:
     figure = draw("loss", f"A={pair[0]}", str(pair[1]), "--ema", "0.8")
     (axis,) = figure.axes
@@ -105,7 +127,7 @@ def test_runs_of_one_label_share_a_colour(tmp_path: Path) -> None:
 def test_gap(pair: tuple[Path, Path]) -> None:
     figure = draw("gap", f"without={pair[0]}", f"with={pair[1]}")
     found = lines(figure.axes[0])
-    assert found["training, EMA(0.99)"][1] == pytest.approx([-0.25] * STEPS)
+    assert found["training, EMA(0.5)"][1] == pytest.approx([-0.25] * STEPS)
     assert found["held out"] == ([20, 30, 40], pytest.approx([-0.5] * 3))
     assert "with minus without" in figure.axes[0].get_ylabel()
     steps, _ = difference(load_run(pair[0]), load_run(pair[1]), "activation_norm")
@@ -197,6 +219,114 @@ def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw("depth", f"A={tmp_path}/a-*", "--window", "9" * 18)  # more than memory holds
 
 
+def test_depth_of_one_depth_and_of_many_labels_is_inside_the_axes(tmp_path: Path) -> None:
+    for depth in (4, 8):
+        for label in range(9):
+            write_run(tmp_path / f"{label}-{depth}", n_layers=depth, shift=0.1 * label)
+    for depths, gap in (("4", 1), ("[48]", 4)):
+        runs = [f"line {label}={tmp_path}/{label}-{depths}" for label in range(9)]
+        figure = draw("depth", *runs, "--window", "10")
+        looks = set()
+        for axis in figure.axes:
+            low, high = axis.get_xlim()
+            for mean, _, _ in axis.containers:
+                x = np.array(mean.get_xdata(), dtype=float)
+                assert (x > low + 0.1 * gap).all() and (x < high - 0.1 * gap).all(), "not at the edges"
+                assert np.abs(x - 4 * np.round(x / 4)).max() < 0.4 * gap, "nearest to its own depth"
+                looks.add((mean.get_color(), mean.get_marker(), mean.get_linestyle()))
+        assert len(looks) == 9, "no two labels look alike"
+        (legend,) = figure.legends
+        figure.draw_without_rendering()
+        box, whole = legend.get_window_extent(), figure.bbox
+        assert box.x0 >= whole.x0 and box.x1 <= whole.x1
+
+
+def test_metric_against_steps_tokens_and_hours(tmp_path: Path) -> None:
+    seconds = {step: 10.0 + step for step in range(1, 61)}
+    rows = []
+    for step, length in seconds.items():
+        rows.append({"step": step, "loss": 1.0 / step, "tokens": 512 * step, "step_seconds": length})
+        if step % 20 == 0:
+            rows.append({"step": step, "validation": True, "validation_loss": 5.0 - step / 10})
+    rows.insert(0, {"step": 0, "validation": True, "validation_loss": 9.0})
+    run = str(write_rows(tmp_path / "run", *rows))
+    hours = np.cumsum([*seconds.values()]) / 3600
+    for x, label, expected in (
+        ("step", "optimizer step", [*seconds]),
+        ("tokens", "tokens", [512 * step for step in seconds]),
+        ("hours", "hours in training steps", hours),
+    ):
+        loss, validation = draw("metric", run, "--key", "loss", "--key", "validation_loss", "--x", x).axes
+        assert lines(loss)["run"] == (pytest.approx(list(expected)), [1.0 / step for step in seconds])
+        at = [0, *(expected[step - 1] for step in (20, 40, 60))]
+        assert lines(validation)["run"] == (pytest.approx(at), [9.0, 3.0, 1.0, -1.0])
+        assert loss.get_xlabel() == validation.get_xlabel() == label
+    figure = draw("metric", run, "--key", "loss", "--key", "validation_loss", "--ema", "0.9", "--log-x", "--log-y")
+    loss, validation = figure.axes
+    assert lines(loss)["run"][1] == pytest.approx(ema(1.0 / np.array([*seconds]), 0.9))
+    assert loss.get_legend().get_title().get_text() == "EMA(0.9)" and loss.get_xscale() == loss.get_yscale() == "log"
+    shown = lines(validation)["run"]
+    assert shown[1] == pytest.approx([9, 3, 1, math.nan], nan_ok=True), "four values are not averaged"
+    assert (
+        np.isnan(shown[0]).tolist() == [True, False, False, False]
+        and not validation.get_legend().get_title().get_text()
+    )
+
+
+def test_metric_of_layers(pair: tuple[Path, Path]) -> None:
+    runs = [f"A={pair[0]}", f"A={pair[1]}"]
+    panels = [axis for axis in draw("metric", *runs, "--key", "activation_norm").axes if axis.get_title()]
+    assert [axis.get_title() for axis in panels] == ["A", "A (2)"]
+    for axis in panels:  # the deepest first
+        assert [list(line.get_ydata()) for line in axis.lines] == [
+            [layer * step for step in (1, 2, 3, 4)] for layer in (3, 2, 1)
+        ]
+        assert list(axis.lines[0].get_xdata()) == [10, 20, 30, 40]
+    given = [f"A={pair[0]}", f"B={pair[1]}", "--key", "activation_norm", "--key", "loss"]
+    third, first, loss = draw("metric", *given, "--layer", "3,1").axes
+    assert (third.get_title(), first.get_title(), loss.get_title()) == ("layer 3", "layer 1", "")
+    assert lines(third) == {label: ([10, 20, 30, 40], [3, 6, 9, 12]) for label in "AB"}
+    assert lines(first)["B"][1] == [1, 2, 3, 4] and third.get_ylim() == first.get_ylim()
+    assert lines(loss)["B"][1] == load_run(pair[1]).series("loss")[1].tolist()
+
+
+def test_no_two_commands_write_the_same_file(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    twin = write_run(tmp_path / "elsewhere" / "base")  # of the same name in another folder
+    base, prores = map(str, pair)
+    commands = [
+        ["alpha"], ["alpha", "--layers", "24"], ["alpha", "--total", "24000"], ["alpha", "--schedule", "linear"],
+        ["alpha", base], ["alpha", "--config", "a.toml"], ["alpha", "--config", "b/a.toml"],
+        ["alpha", "--config", "a.toml", "--training.steps=3"], ["loss", base], ["loss", str(twin)],
+        ["loss", base, prores], ["loss", prores, base], ["loss", f"A={base}"], ["loss", base, "--ema", "0.5"],
+        ["gap", base, prores],
+        ["activation", base], ["activation", base, "--linear"], ["activation", base, "--key", "layer_grad_norm"],
+        ["metric", base, "--key", "activation_norm"], ["metric", base, "--key", "loss"],
+        ["metric", base, "--key", "loss", "--key", "lr"], ["metric", base, "--key", "loss", "--x", "hours"],
+        ["metric", base, "--key", "loss", "--log-x"], ["metric", base, "--key", "alpha", "--layer", "1"],
+        ["cosine", base], ["cosine", base, "--checkpoints", "1", "2"], ["depth", base],
+        ["depth", base, "--window", "9"],
+    ]  # fmt: skip
+
+    def place(arguments: list[str]) -> Path:
+        options, options.overrides = command.parser().parse_known_args(arguments)
+        return command.output(options)
+
+    names = [place(arguments) for arguments in commands]
+    assert len(set(names)) == len(commands) and all(name.parent == command.OUT for name in names)
+    assert [place(arguments) for arguments in commands] == names, "the same command, the same file"
+    assert place(["loss", "base"]) == place(["loss", base]), "however the folder is written"
+    assert names[0].name == "alpha"
+    assert names[17].name.startswith("activation-layer_grad_norm-base-"), "what is drawn is in the name"
+    assert place(["loss", base, "--output", "x/mine"]) == Path("x/mine")
+    inside = place(["loss", base, "--output", "new/"])
+    assert inside == Path("new") / names[8].name
+    assert command.main(["loss", base, "--output", "one.pdf"]) == 0
+    assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF") and not list(tmp_path.glob("one.pdf.*"))
+
+
 def test_depth_says_which_runs_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, loss in enumerate((3.0, "NaN", "Infinity")):
         run = write_run(tmp_path / f"a-{seed}")
@@ -285,11 +415,11 @@ def test_alpha_of_a_recipe_and_of_a_run(pair: tuple[Path, Path]) -> None:
 
 def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures" / "here"
-    assert command.main(["loss", str(pair[0]), "--out", str(out), "--name", "mine"]) == 0
+    assert command.main(["loss", str(pair[0]), "--output", str(out / "mine")]) == 0
     assert capsys.readouterr().out.split() == [str(out / "mine.png"), str(out / "mine.svg")]
     assert (out / "mine.png").read_bytes().startswith(b"\x89PNG") and b"</svg>" in (out / "mine.svg").read_bytes()
     first = (out / "mine.svg").read_bytes()
-    command.main(["loss", str(pair[0]), "--out", str(out), "--name", "mine"])
+    command.main(["loss", str(pair[0]), "--output", str(out / "mine")])
     assert (out / "mine.svg").read_bytes() == first, "the same rows make the same file"
 
 
@@ -298,7 +428,18 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
     [
         (["loss", "{tmp}/nowhere"], "RUN = '{tmp}/nowhere': there is no such run folder"),
         (["loss", "{tmp}"], "is no run folder: there is no metrics.jsonl in it"),
-        (["loss", "{base}", "--colour=1"], "--colour: is no option of this command"),
+        (["loss", "{base}", "--colour=1"], "--colour: unknown option"),
+        (["loss", "{base}", "--out=x"], "--out: unknown option (allowed: those of --help); did you mean --output?"),
+        (["metric", "{base}", "--key", "los"], "(allowed: activation_norm, alpha, grad_norm, loss, residual_cosine"),
+        (["metric", "{base}", "--key", "los"], "did you mean loss?"),
+        (["metric", "{base}", "--key", "validation"], "did you mean validation_loss?"),
+        (["metric", "{base}", "--key", "loss", "--layer", "1"], "--layer = [1]: no key of --key has a list"),
+        (["metric", "{base}", "--key", "alpha", "--layer", "4"], "alpha has fewer layers (allowed: 1 to 3, or all)"),
+        (["metric", "{base}", "--key", "loss", "--x", "tokens"], "no row of {base} has tokens"),
+        (["metric", "{texts}", "--key", "word"], "word of {texts} cannot be drawn: its values are not numbers"),
+        (["metric", "{texts}", "--key", "ragged"], "ragged of {texts} cannot be drawn"),
+        (["metric", "{texts}", "{base}", "--key", "alpha"], "is a list for each layer in some of the runs"),
+        (["metric", "{texts}", "--key", "alpha", "--log-y"], "no value of alpha is above 0"),
         (["activation", "{base}", "--key", "branch_ratio_ffn"], "has branch_ratio_ffn"),
         (["activation", "{base}", "--key", "loss"], "loss is no list for each layer"),
         (["gap", "{base}", "X={base}", "Y={base}"], "a gap is between two runs, or"),
@@ -312,7 +453,7 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
         (["depth", "{broken}"], "recipe.toml is no TOML"),
         (["depth", "{bare}"], "model.n_layers: is not in the recipe"),
         (["loss", "{empty}"], "metrics.jsonl has no rows"),
-        (["loss", "{base}", "--out", "{base}/metrics.jsonl"], "--out = '{base}/metrics.jsonl': cannot be written"),
+        (["loss", "{base}", "--output", "{base}/metrics.jsonl/x"], "--output = '{base}/metrics.jsonl/x': cannot be"),
     ],
 )  # fmt: skip
 def test_wrong_command_is_one_line(
@@ -322,6 +463,8 @@ def test_wrong_command_is_one_line(
     (names["broken"] / "recipe.toml").write_text("[training\n")
     (names["bare"] / "recipe.toml").write_text("[training]\nsteps = 3\n")
     (names["empty"] / "metrics.jsonl").write_text("{ torn\n")
+    rows = [{"step": step, "word": "hello", "ragged": [1.0] * step, "alpha": -1.0} for step in (1, 2)]
+    names["texts"] = write_rows(tmp_path / "texts", *rows)
     assert command.main([argument.format(**names) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1

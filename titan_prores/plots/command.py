@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
 import logging
 import math
+import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +20,7 @@ import numpy as np
 from titan_prores import config, registry, spikes
 from titan_prores.errors import ConfigError, nearest
 from titan_prores.plots import figures
-from titan_prores.plots.runs import Run, difference, load_runs
+from titan_prores.plots.runs import LARGEST_DECAY, SHARE, Run, difference, fitting_decay, load_runs, split_label
 from titan_prores.shell import run_command
 
 if TYPE_CHECKING:
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
     from titan_prores.recipe import Recipe
 
 OUT = Path("outputs/figures")
-DECAY = 0.99
 POINTS = 400  # of a schedule's curve
+NORM = "activation_norm"
 PERPLEXITY = "held-out perplexity"
 RUNS = "a run folder, or LABEL=FOLDER; a pattern stands for several"
 
@@ -39,12 +43,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     options, rest = parser().parse_known_args(arguments)
     if rest and not getattr(options, "config", None):
-        raise ConfigError(rest[0].partition("=")[0], "is no option of this command", allowed="those of --help")
+        given = rest[0].partition("=")[0]
+        known = [f"--{name}" for name in vars(options) if name not in ("command", "draw", "runs")]
+        raise ConfigError(given, "unknown option", allowed="those of --help", nearest=nearest(given, known))
     options.overrides = rest
     figure = options.draw(options)
-    for path in figures.save(figure, options.out, options.name or options.command):
+    for path in figures.save(figure, output(options)):
         print(path)
     return 0
+
+
+def output(options: argparse.Namespace) -> Path:
+    """Where the figure of a command goes: --output, or below OUT a name that no other command has.
+
+    The name says what is drawn; a digest of the whole command, its run folders as absolute paths, tells apart what the
+    words leave out.
+    """
+    folder = OUT
+    if options.output is not None:
+        path = Path(options.output)
+        if not options.output.endswith("/") and not path.is_dir():
+            return path
+        folder = path
+    named = {key: value for key, value in vars(options).items() if key not in ("draw", "output") and value}
+    runs = [split_label(argument) for argument in named.pop("runs", ())]
+    words = [options.command, *named.get("schedule", ())]
+    if path := named.get("config"):
+        words.append(path.stem)
+        named["config"] = str(path.absolute())
+    if key := named.get("key"):
+        words += key if isinstance(key, list) else [key] if key != NORM else []
+    words += dict.fromkeys(label or Path(pattern).name for label, pattern in runs)
+    if named.keys() == {"command"} and not runs:
+        return folder / options.command
+    whole = [sorted(named.items()), [[label, os.path.abspath(pattern)] for label, pattern in runs]]
+    digest = hashlib.sha256(json.dumps(whole).encode(errors="surrogateescape")).hexdigest()[:8]
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(words)).strip("-")[:80]
+    return folder / f"{text}-{digest}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,8 +96,11 @@ def parser() -> argparse.ArgumentParser:
         added = commands.add_parser(
             draw.__name__, help=summary, description=f"{summary} {' '.join(more.split())}", allow_abbrev=False
         )
-        added.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"figures go there ({OUT})")
-        added.add_argument("--name", help="what the files are called (as the command)")
+        added.add_argument(
+            "--output", metavar="PATH",
+            help="file to write, in the format that it ends in, or as .png and .svg where it ends in none; below a "
+            f"folder, or PATH/, the name says what is drawn ({OUT}/)",
+        )  # fmt: skip
         added.set_defaults(draw=draw)
         return added
 
@@ -82,10 +120,28 @@ def parser() -> argparse.ArgumentParser:
     gaps = command(gap)
     gaps.add_argument("runs", nargs="+", metavar="RUN", help=f"the baseline, then the other: {RUNS}")
     for each in (losses, gaps):
-        each.add_argument("--ema", type=_share, default=DECAY, metavar="DECAY", help=f"of the moving average ({DECAY})")
+        each.add_argument(
+            "--ema", type=_share, metavar="DECAY",
+            help=f"of the moving average ({LARGEST_DECAY}; less on a run of fewer than "
+            f"{1 / SHARE / (1 - LARGEST_DECAY):.0f} steps)",
+        )  # fmt: skip
+    metrics = command(metric)
+    metrics.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
+    metrics.add_argument("--key", action="append", required=True, metavar="KEY", help="of the rows; may be repeated")
+    metrics.add_argument("--x", choices=tuple(figures.AXES), default="step", help="against what (step)")
+    metrics.add_argument(
+        "--ema", type=_share, metavar="DECAY", help=f"moving average of what has more than {figures.FEW} values"
+    )
+    metrics.add_argument("--log-x", action="store_true", help="logarithmic positions")
+    metrics.add_argument("--log-y", action="store_true", help="logarithmic values")
+    metrics.add_argument(
+        "--layer", type=_layers, default="all", metavar="L[,L]",
+        help="of keys with a list for each layer: these layers from 1, each in a panel of all runs; or all, each run "
+        "in a panel (all)",
+    )  # fmt: skip
     norms = command(activation)
     norms.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
-    norms.add_argument("--key", default="activation_norm", help="a list for each layer in the rows (activation_norm)")
+    norms.add_argument("--key", default=NORM, help=f"a list for each layer in the rows ({NORM})")
     norms.add_argument("--linear", action="store_true", help="linear values instead of logarithmic ones")
     angles = command(cosine)
     angles.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
@@ -111,6 +167,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number from 1")
     return int(text)
+
+
+def _layers(text: str) -> str | list[int]:
+    return text if text == "all" else [_positive(part) for part in text.split(",")]
 
 
 def _share(text: str) -> float:
@@ -211,7 +271,59 @@ def loss(options: argparse.Namespace) -> Figure:
     """Training and held-out loss of runs."""
     curves = [(run.label, _curve(run)) for run in load_runs(options.runs)]
     _require_finite([values for _, curve in curves for values in (curve.training, curve.validation)], "loss")
-    return figures.loss_curves(curves, options.ema)
+    return figures.loss_curves(curves, _decay(options, [curve.steps for _, curve in curves]))
+
+
+def _decay(options: argparse.Namespace, steps: Iterable[np.ndarray]) -> float:
+    """Decay of the moving average of lines with these steps, [N] each."""
+    return fitting_decay(map(len, steps)) if options.ema is None else options.ema
+
+
+def metric(options: argparse.Namespace) -> Figure:
+    """Any keys of metrics.jsonl against steps, tokens or hours.
+
+    A panel for each key. Hours are those in training steps, without validation and checkpoints.
+    """
+    runs = load_runs(options.runs)
+    panels = []
+    for key in dict.fromkeys(options.key):
+        unit = figures.UNITS.get(key, key)
+        lines = []
+        for run in runs:
+            steps, values = run.series(key)
+            lines.append((run, run.along(options.x, steps), values))
+        _require_finite([values for _, _, values in lines], key)
+        for log, what, series in (
+            (options.log_x, options.x, [x for _, x, _ in lines]),
+            (options.log_y, key, [values for _, _, values in lines]),
+        ):
+            if log and not any((values > 0).any() for values in series):
+                raise ConfigError("RUN", f"no value of {what} is above 0, as a logarithmic axis needs")
+        listed = [values.ndim == 2 for _, _, values in lines]
+        if all(listed) and options.layer == "all":
+            taken: dict[str, None] = {}
+            for run, x, values in lines:
+                label = _unused(run.label, taken)
+                taken[label] = None
+                panels.append(figures.Panel(unit, label, [(label, x, values)]))
+        elif all(listed):
+            fewest = min(values.shape[1] for _, _, values in lines)
+            for layer in options.layer:
+                if layer > fewest:
+                    raise ConfigError(
+                        "--layer", f"{key} has fewer layers", value=layer, allowed=f"1 to {fewest}, or all"
+                    )
+                layers = [(run.label, x, values[:, layer - 1]) for run, x, values in lines]
+                panels.append(figures.Panel(unit, f"layer {layer}", layers))
+        elif any(listed):
+            raise ConfigError(
+                "--key", "is a list for each layer in some of the runs, and a number in others", value=key
+            )
+        else:
+            panels.append(figures.Panel(unit, "", [(run.label, x, values) for run, x, values in lines]))
+    if options.layer != "all" and not any(panel.title for panel in panels):
+        raise ConfigError("--layer", "no key of --key has a list for each layer", value=options.layer)
+    return figures.measurements(panels, options.x, options.ema, log_x=options.log_x, log_y=options.log_y)
 
 
 def _curve(run: Run) -> figures.Curve:
@@ -229,7 +341,7 @@ def gap(options: argparse.Namespace) -> Figure:
     validated = all(run.has("validation_loss") for pair in pairs for run in pair)
     validation = [difference(*pair, "validation_loss") for pair in pairs] if validated else []
     _require_finite([values for _, values in training + validation], f"{labels[1]} minus {labels[0]}")
-    return figures.loss_gap(training, validation, labels, options.ema)
+    return figures.loss_gap(training, validation, labels, _decay(options, [steps for steps, _ in training]))
 
 
 def pair_up(runs: Sequence[Run]) -> tuple[tuple[str, str], list[tuple[Run, Run]]]:

@@ -6,14 +6,14 @@ import glob
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, nearest
 from titan_prores.run_folder import RunFolder, read_rows
 from titan_prores.spikes import spike_score
 
@@ -47,17 +47,39 @@ class Run:
         """Steps [N] and values, [N] or for lists a layer [N, L], of the rows that have `key`.
 
         Raises:
-            ConfigError: none has.
+            ConfigError: none has, or its values are not numbers.
         """
-        found = [(row["step"], row[key]) for row in self.rows if key in row and "step" in row]
+        known = sorted({name for row in self.rows for name in row} - {"step", "skipped", "validation"})
+        found = [(row["step"], row[key]) for row in self.rows if key in row and "step" in row] if key in known else []
         if not found:
-            lists = {name for row in self.rows for name in row} - {"step", "skipped", "validation"}
             raise ConfigError(
                 "", f"no row of {self.path} has {key}; was the part of [metrics] or [validation] on that writes it?",
-                allowed=sorted(lists),
+                allowed=known, nearest=nearest(key, known),
             )  # fmt: skip
         steps, values = zip(*found, strict=True)
-        return np.array(steps), np.array(values, dtype=np.float64)
+        try:
+            return np.array(steps), np.array(values, dtype=np.float64)
+        except (ValueError, TypeError):
+            problem = f"{key} of {self.path} cannot be drawn: its values are not numbers, or lists of one length"
+            raise ConfigError("", problem, value=values[-1]) from None
+
+    def along(self, x: str, steps: np.ndarray) -> np.ndarray:
+        """Where steps [N] lie on an axis.
+
+        Args:
+            x: step, tokens (trained on until then) or hours (in training steps; validation and checkpoints left out).
+            steps: [N].
+
+        Raises:
+            ConfigError: the rows do not tell.
+        """
+        if x == "step":
+            return steps
+        own, values = self.series("tokens" if x == "tokens" else "step_seconds")
+        if x == "hours":
+            values = np.cumsum(np.nan_to_num(values)) / 3600
+        # A validation comes after its step; one before the first step is at 0.
+        return np.concatenate([[0.0], values])[np.searchsorted(own, steps, side="right")]
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the recipe.
@@ -120,14 +142,19 @@ def load_runs(arguments: Sequence[str]) -> list[Run]:
     """
     runs = []
     for argument in arguments:
-        label, paths = "", _matching(argument)
-        if not paths:
-            label, _, pattern = argument.partition("=")
-            paths = _matching(pattern)
-        if not paths:
+        label, pattern = split_label(argument)
+        if not (paths := _matching(pattern)):
             raise ConfigError("RUN", "there is no such run folder", value=argument)
         runs += [load_run(Path(path), label or None) for path in paths]
     return runs
+
+
+def split_label(argument: str) -> tuple[str, str]:
+    """Label, empty where none is given, and folder or pattern of a run named as in `load_runs`."""
+    if _matching(argument):
+        return "", argument
+    label, _, pattern = argument.partition("=")
+    return label, pattern
 
 
 def _matching(pattern: str) -> list[str]:
@@ -136,14 +163,16 @@ def _matching(pattern: str) -> list[str]:
 
 
 def ema(values: np.ndarray, decay: float) -> np.ndarray:
-    """Exponential moving average whose first values are not drawn to zero.
+    """Exponential moving average with Adam's bias correction, so that its first values are not drawn to zero.
 
     It is NaN where a value is not finite, and goes on from before with the next one that is.
 
     Args:
-        values: [N].
+        values: [N] or [N, L], which is averaged over N.
         decay: weight of the past, in [0, 1).
     """
+    if values.ndim == 2:
+        return np.stack([ema(column, decay) for column in values.T], axis=1)
     average = weight = 0.0
     found = np.full(len(values), math.nan)
     for i, value in enumerate(values):
@@ -152,6 +181,20 @@ def ema(values: np.ndarray, decay: float) -> np.ndarray:
             weight = decay * weight + (1 - decay)
             found[i] = average / weight
     return found
+
+
+LARGEST_DECAY = 0.99
+SHARE = 0.05  # of a run that an average may look back over
+
+
+def fitting_decay(lengths: Iterable[int]) -> float:
+    """Decay of a moving average for runs of so many values.
+
+    An average over the last 1 / (1 - decay) values stands that far behind a falling loss: 0.99 on a run of 80 steps is
+    nearly the mean of the whole run. So it looks back over a twentieth of the longest run, and over 100 values at most.
+    """
+    longest = max(lengths, default=0)
+    return min(LARGEST_DECAY, max(0.0, 1 - 1 / (SHARE * longest))) if longest else 0.0
 
 
 def difference(first: Run, second: Run, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -183,7 +183,7 @@ def draw(book: Book) -> None:
             continue
         status = plots.main([
             plot.draw, *(f"{label}={book.file(run).parent}" for label, run in runs), *plot.options,
-            f"--out={sweep.results / 'figures'}", f"--name={plot.name}",
+            f"--output={sweep.results / 'figures' / plot.name}",
         ])  # fmt: skip
         if status:
             _say(f"figure {plot.name}: not drawn")
