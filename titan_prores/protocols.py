@@ -53,6 +53,10 @@ class CheckpointSection(Section):
         None, "save too whenever so long has passed since the last save; default never", unit="minutes", gt=0
     )
 
+    def needs_validation(self) -> str | None:
+        """The key that ranks checkpoints by validation loss, if set; refused where no checkpoint has one."""
+        return None
+
 
 class ValidatorSection(Section):
     """Base of every validator's Config."""
@@ -226,7 +230,8 @@ class Checkpointer(Protocol):
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
         """Publish a checkpoint whole, at once or while training goes on, and note it in the run folder.
 
-        `meta` is JSON-ready; the step, whether the numbers are `finite` and the newest `validation_loss` are in it.
+        `meta` is JSON-ready; the step and whether the numbers are `finite` are in it, and the `validation_loss` where
+        that very step was validated.
         """
 
     def before_update(self) -> None:

@@ -6,6 +6,7 @@ needs no torch; the second imports plug-ins and components and checks their own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -568,6 +569,8 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
             "training.on_nonfinite", "needs checkpoints to go back to, and checkpoint.enabled is false",
             value="rewind", allowed="stop, skip", where=tree.origin(("training", "on_nonfinite")),
         ))  # fmt: skip
+    if {"checkpoint", "validation"} <= slots.keys() and slots["checkpoint"].config.enabled:
+        _check_ranking(slots, sections["training"], errors, tree)
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)
     _refuse_if_any(errors)
     imports = dict.fromkeys(
@@ -575,6 +578,33 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
         for entry in tree.imports
     )
     return Recipe(**sections, slots=slots, sets=sets, disabled=disabled, origins=origins, imports=tuple(imports))
+
+
+def _check_ranking(slots: Mapping[str, Part], training: Training, errors: list[ConfigError], tree: Tree) -> None:
+    """Refuse to rank checkpoints by a validation loss that none of them, or the last alone, will have."""
+    checkpoint, validation = slots["checkpoint"].config, slots["validation"].config
+    if (key := checkpoint.needs_validation()) is None:
+        return
+    common = math.lcm(checkpoint.interval, validation.freq)
+    problem = None
+    if not validation.enabled:
+        problem, allowed = (
+            "ranks by validation loss, and validation.enabled is false",
+            "0, or validation.enabled = true",
+        )
+    elif "dataset" in slots and slots["dataset"].config.validation_fraction == 0:
+        problem = "ranks by validation loss, and dataset.validation_fraction = 0 holds no text out"
+        allowed = "0, or a larger dataset.validation_fraction"
+    elif common >= training.steps and checkpoint.interval_minutes is None and training.steps > checkpoint.interval:
+        problem = (
+            "ranks by validation loss, and no saved step but the last is validated: "
+            f"saved every {checkpoint.interval}, validated every {validation.freq}, "
+            f"both first in step {common} of {training.steps}"
+        )
+        allowed = "a checkpoint.interval that validation.freq divides"
+    if problem is not None:
+        value, where = getattr(checkpoint, key), tree.origin(("checkpoint", key))
+        errors.append(ConfigError(f"checkpoint.{key}", problem, value=value, allowed=allowed, where=where))
 
 
 def _refuse_if_any(errors: list[ConfigError]) -> None:

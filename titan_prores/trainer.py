@@ -57,6 +57,7 @@ class Trainer:
         self.stopped: str | None = None
         self.log_file: Path | None = None
         self.last_validation: dict[str, float] = {}
+        self.validated_step: int | None = None
 
     def build(self) -> None:
         """Everything up to the first step; what can be refused is refused before text is tokenised.
@@ -142,7 +143,7 @@ class Trainer:
             self.stop_request.can_wait = True
             if self.step >= self.end:
                 logger.info("nothing left to train: step %d of %d is done", self.step, self.end)
-            if self.step and self._validation_is_due() and not self.mesh.on_main(lambda: self.run.validated(self.step)):
+            if self.step and self._validation_is_due() and self.step not in self.mesh.on_main(self.run.validations):
                 self.validate()  # a signal had cut it short
             while self.step < self.end and not self.stopped:
                 self._begin(f"step {self.step + 1}")
@@ -244,7 +245,7 @@ class Trainer:
         self._open_loader()
         self.records.close()
         self.records.start(self.run, self.step, self.end, self.probing)
-        self.last_validation = {}
+        self.last_validation, self.validated_step = {}, None
         self.stopped = self.stopped or self.mesh.first(self.stop_request.name)
 
     def _open_loader(self) -> None:
@@ -276,7 +277,7 @@ class Trainer:
             self.stopped = self.mesh.first(self.stop_request.name)
             logger.info("validation after step %d is cut short by %s", self.step, self.stopped)
             return
-        self.last_validation = found
+        self.last_validation, self.validated_step = found, self.step
         self.records.write({"step": self.step, "validation": True, **self.last_validation})
 
     def save(self) -> None:
@@ -288,8 +289,10 @@ class Trainer:
             "data": self.data.fingerprint, "mesh": self.mesh.degrees, **self.nonfinite.state(self.samples),
             "transforms": states(self.parts.transforms),
             "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
-            "validation_loss": self.last_validation.get("validation_loss"), "recipe": self.recipe.to_dict(),
+            "recipe": self.recipe.to_dict(),
         }  # fmt: skip
+        if self.validated_step == self.step:
+            meta["validation_loss"] = self.last_validation.get("validation_loss")
         self.saver.save(self.step, self.model, self.optimizer, meta)
 
     def close(self) -> None:

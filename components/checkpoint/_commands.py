@@ -11,6 +11,7 @@ from typing import Any
 from components.checkpoint._folder import MANIFEST, CheckpointFolder
 from titan_prores.errors import ConfigError, counted, shown
 from titan_prores.recipe import flatten
+from titan_prores.run_folder import RunFolder
 from titan_prores.shell import run_command
 from titan_prores.tables import show
 
@@ -74,15 +75,22 @@ def _folder(path: Path) -> CheckpointFolder:
     raise ConfigError("FOLDER", "has no checkpoints", value=str(path), allowed="a folder with step-<k> in it")
 
 
+def _losses(folder: CheckpointFolder) -> dict[int, Any]:
+    """Step -> validation loss in the rows of the run that the checkpoints are of, where there are any."""
+    rows = RunFolder(folder.path.parent, is_main=False).validations()
+    return {step: row.get("validation_loss") for step, row in rows.items()}
+
+
 def _list(options: argparse.Namespace) -> int:
     folder, rows, damaged = _folder(options.folder), [], False
+    losses = _losses(folder)
     for step in folder.steps():
         if problems := folder.problems(step, hashes=False):
             rows.append([str(step), "", "", "", f"damaged: {problems[0]}"])
             damaged = True
             continue
         meta, size = folder.meta(step), sum(each.bytes for each in folder.records(step).values())
-        loss = meta.get("validation_loss")
+        loss = meta.get("validation_loss", losses.get(step))
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in meta["mesh"].items() if degree > 1) or "1 rank"
         rows.append([str(step), f"{size / 2**20:.1f}", mesh, "" if loss is None else f"{loss:.4f}",
                      "whole, by sizes" + ("" if meta.get("finite") else "; numbers not finite")])  # fmt: skip
@@ -109,7 +117,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     folder = _folder(options.folder)
-    doomed = folder.expendable(options.keep_latest, options.keep_every, options.keep_best)
+    doomed = folder.expendable(options.keep_latest, options.keep_every, options.keep_best, _losses(folder))
     for step in doomed:
         if not options.dry_run:
             folder.remove(step)

@@ -204,20 +204,23 @@ class CheckpointFolder:
             self.at(step).rename(aside / self.at(step).name)
         return aside
 
-    def expendable(self, keep_latest: int, keep_every: int = 0, keep_best: int = 0) -> list[int]:
+    def expendable(
+        self, keep_latest: int, keep_every: int = 0, keep_best: int = 0, losses: Mapping[int, Any] | None = None
+    ) -> list[int]:
         """Checkpoints that may go: whole ones. Only those with finite numbers count as kept.
 
         Args:
             keep_latest: the newest so many stay; 0 = all stay.
             keep_every: multiples of so many steps stay; 0 = none for that.
             keep_best: the so many with the lowest validation loss stay.
+            losses: step -> validation loss, of steps that were validated after they were saved.
         """
         if keep_latest == 0:
             return []
         whole = self._whole()
         good = [step for step, meta in whole.items() if meta.get("finite")]
         kept = set(good[-keep_latest:]) | {step for step in good if keep_every and step % keep_every == 0}
-        losses = {step: whole[step].get("validation_loss") for step in good}
+        losses = {step: whole[step].get("validation_loss", (losses or {}).get(step)) for step in good}
         measured = [step for step, loss in losses.items() if isinstance(loss, (int, float)) and math.isfinite(loss)]
         kept.update(sorted(measured, key=losses.__getitem__)[:keep_best])
         # One that is not finite is of use until there is a later one that is.

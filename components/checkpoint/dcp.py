@@ -64,7 +64,12 @@ class DistributedCheckpoint:
         )
         keep_latest_k: int = setting(10, "delete older checkpoints than the last so many; 0 = keep all", ge=0)
         keep_every: int = setting(0, "but keep those of multiples of so many steps; 0 = no such", ge=0)
-        keep_best_k: int = setting(0, "and the so many with the lowest validation loss when they were saved", ge=0)
+        keep_best_k: int = setting(
+            0, "also keep the K checkpoints with the lowest validation loss, of validated steps; 0 disables", ge=0
+        )
+
+        def needs_validation(self) -> str | None:
+            return "keep_best_k" if self.keep_best_k else None
 
         @field_validator("resume")
         @classmethod
@@ -280,7 +285,10 @@ class DistributedCheckpoint:
         self.run.note_checkpoint(path)
         logger.info("checkpoint of step %d in %s", step, path)
         config = self.config
-        for old in self.folder.expendable(config.keep_latest_k, config.keep_every, config.keep_best_k):
+        # A validation that a signal had cut short is made up for after its step was saved: only a row has its loss.
+        rows = self.run.validations() if config.keep_best_k else {}
+        losses = {step: row.get("validation_loss") for step, row in rows.items()}
+        for old in self.folder.expendable(config.keep_latest_k, config.keep_every, config.keep_best_k, losses):
             self.folder.remove(old)
 
     def before_update(self) -> None:

@@ -40,7 +40,8 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     run = tmp_path / "run"
     own = debug(run, f"--import={tmp_path / 'parts.py'}", "--loss.name=slow", "--training.stop_after=12",
-                "--validation.freq=6", "--validation.batch_size=1")  # fmt: skip
+                "--validation.freq=6", "--validation.batch_size=1", "--checkpoint.interval=4",
+                "--checkpoint.keep_best_k=2", "--checkpoint.keep_latest_k=2")  # fmt: skip
     process = start(*own, ranks=ranks)
     while not (tmp_path / "validating").exists():
         assert process.poll() is None
@@ -64,6 +65,15 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
     validations = [row for row in rows(run) if row.get("validation")]
     assert [row["step"] for row in validations] == [6, 12], "what was cut short is made up for"
     assert validations == [row for row in rows(tmp_path / "straight") if row.get("validation")]
+
+    def saved(run: Path) -> dict[int, float | None]:
+        """Step -> validation loss, of the checkpoints that are kept."""
+        metas = [json.loads(path.read_text()) for path in sorted(run.glob("checkpoint/step-*/meta.json"))]
+        return {meta["step"]: meta.get("validation_loss") for meta in metas}
+
+    loss = validations[1]["validation_loss"]
+    assert saved(run) == {6: None, 8: None, 12: loss}, "step 6 is one of the best two by its row"
+    assert saved(tmp_path / "straight") == {8: None, 12: loss}
 
 
 LAST_STEP = '''

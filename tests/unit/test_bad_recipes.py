@@ -113,6 +113,21 @@ BAD = {
         [["optimizer.groups", "is a list in", "bad.toml:1", "the whole list"]],
     ),
     # --- values of the engine's sections
+    "best of what is never validated": (
+        "[checkpoint]\nkeep_best_k = 2\n[validation]\nenabled = false",
+        [],
+        [["bad.toml:2: checkpoint.keep_best_k = 2", "validation.enabled is false"]],
+    ),
+    "best without held-out text": (
+        "checkpoint.keep_best_k = 2\ndataset.validation_fraction = 0.0",
+        [],
+        [["bad.toml:1: checkpoint.keep_best_k = 2", "dataset.validation_fraction = 0 holds no text out"]],
+    ),
+    "best of steps that are never validated": (
+        "checkpoint = { keep_best_k = 2, interval = 3 }\nvalidation.freq = 5\ntraining.steps = 15",
+        [],
+        [["bad.toml:1: checkpoint.keep_best_k = 2", "saved every 3, validated every 5, both first in step 15 of 15"]],
+    ),
     "sweep": (
         'recipe = "base.toml"\nfolder = "x"\nseeds = [1]\n[axes]\nlr = { key = "optimizer.lr", values = [1] }',
         [],

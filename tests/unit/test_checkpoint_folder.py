@@ -127,6 +127,14 @@ def test_retention(folder: CheckpointFolder) -> None:
     assert folder.expendable(1, keep_every=30, keep_best=1) == [10, 40]
 
 
+def test_retention_knows_what_was_validated_after_it_was_saved(folder: CheckpointFolder) -> None:
+    publish(folder, 10, validation_loss=2.0)
+    for step in (20, 30, 40):
+        publish(folder, step)
+    assert folder.expendable(1, keep_best=1) == [20, 30]
+    assert folder.expendable(1, keep_best=1, losses={20: 1.0, 10: 0.5, 50: 0.1}) == [10, 30], "meta.json comes first"
+
+
 def test_damaged_and_nonfinite_checkpoints_do_not_count(folder: CheckpointFolder) -> None:
     """The last good one stays, however many broken ones are newer; broken ones are left for somebody to look at."""
     publish(folder, 10)

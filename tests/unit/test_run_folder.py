@@ -245,6 +245,13 @@ def test_a_status_is_written_on_a_disk_without_room(number, run, monkeypatch):
     assert json.loads((run.path / "status.json").read_text())["state"] == "failed"
 
 
+def test_validations_by_step(run):
+    assert run.validations() == {}
+    row = {"step": 2, "validation": True, "validation_loss": 1.5}
+    write_rows(run, [1, 2], torn=json.dumps(row) + '\n{"step": 3, "validation": tr')
+    assert run.validations() == {2: row}
+
+
 def test_set_aside_metrics(run):
     assert run.set_aside_metrics(3) == 0
     write_rows(run, [1, 2, 3, 3, 4, 5, 6], torn='{"step": 7, "lo')
