@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from titan_prores import registry
 from titan_prores.config import Key, Section, Tree, declared_extra, dotted, slot_kind
+from titan_prores.contracts import missing_attributes
 from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest, shown
 from titan_prores.setting_types import (
     alternatives,
@@ -47,12 +48,19 @@ class Part:
         """An instance: the class called with its config and the context that its kind's protocol lists.
 
         Raises:
-            ConfigError: a setting that only proves wrong now, under its full key.
+            ConfigError: a setting that only proves wrong now, under its full key; or the instance lacks an attribute
+                that the contract of its kind has.
         """
         try:
-            return self.component(self.config, **context)
+            built = self.component(self.config, **context)
         except ConfigError as error:
             raise error.under(self.key) from error
+        contract = registry.contract(self.kind)
+        if missing := missing_attributes(contract, built):
+            what = f"is not a valid {self.kind} component: its instances lack {', '.join(missing)}"
+            raise ConfigError(f"{self.key}.name", f"{what} (see {contract.__module__}.{contract.__name__})",
+                              value=self.name)  # fmt: skip
+        return built
 
 
 def resolve_section(

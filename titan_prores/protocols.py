@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from titan_prores.config import Section, setting
+from titan_prores.contracts import optional
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,8 +140,7 @@ class TensorParallelPlan:
 class Model(Protocol):
     """An nn.Module from tokens_BS (int64) to logits_BSV, built under the meta device.
 
-    Every residual add in it is a `titan_prores.prores.ResidualAdd`. A model that can be split by tensor parallelism has
-    a method `tensor_parallel_plan() -> TensorParallelPlan` as well.
+    Every residual add in it is a `titan_prores.prores.ResidualAdd`.
     """
 
     layers: nn.ModuleList  # the blocks, shallowest first; each is sharded, compiled and warmed up as one
@@ -155,6 +155,13 @@ class Model(Protocol):
 
     def flops_per_token(self) -> int:
         """Floating point operations of forward and backward for one token of a seq_len sequence."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits, shape [batch, sequence, vocabulary], of token ids, shape [batch, sequence]."""
+
+    @optional
+    def tensor_parallel_plan(self) -> TensorParallelPlan:
+        """How the model is split by tensor parallelism, where it can be."""
 
 
 class Loss(Protocol):
@@ -194,13 +201,16 @@ class ResidualSchedule(Protocol):
     One that does more derives from a class of `titan_prores.prores` as well, with `alpha` as its `__call__`:
     `LearnedSchedule`, whose alpha is trained, and which has the peak learning rate of its logits as `lr`; or
     `AdaptiveSchedule`, which watches the layers, and whose alpha depends on what it was told, its `state()`, too.
-    A method `describe() -> str` may say in one line what --check and the log show instead of the settings.
     """
 
     def __init__(self, config: Section, *, n_layers: int) -> None: ...
 
     def alpha(self, step: int) -> np.ndarray:
         """Shape [n_layers], float64; entry l-1 belongs to layer l (1 = shallowest). `step` >= 0."""
+
+    @optional
+    def describe(self) -> str:
+        """One line that --check and the log show instead of the settings."""
 
 
 class Checkpointer(Protocol):

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Literal, TypeVar
 
 from titan_prores.config import Section
+from titan_prores.contracts import faults
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.setting_types import USABLE, unusable
 
@@ -32,34 +33,33 @@ class Kind:
 
     Attributes:
         summary: one line for `--list-components`.
+        contract: module and class that every component of this kind is held to when its name is registered or looked
+            up.
         on_resume: whether its settings must be the `same` when a run resumes, unless a setting says otherwise.
-        methods: names that every component of this kind has, checked when a name is looked up.
     """
 
     summary: str
+    contract: str
     on_resume: Literal["same", "free"] = "free"
-    methods: tuple[str, ...] = ()
 
 
 KINDS: dict[str, Kind] = {
-    "model": Kind(
-        "network from token ids to logits", "same", ("forward", "init_rules", "fill_buffers", "flops_per_token")
+    "model": Kind("network from token ids to logits", "titan_prores.protocols:Model", "same"),
+    "tokenizer": Kind("text to token ids", "titan_prores.protocols:Tokenizer", "same"),
+    "dataset": Kind("source of text documents", "titan_prores.protocols:Dataset", "same"),
+    "loss": Kind("summed training loss of logits against labels", "titan_prores.protocols:Loss", "same"),
+    "optimizer": Kind("torch.optim.Optimizer over named parameters", "titan_prores.protocols:Optimizer"),
+    "lr_scheduler": Kind("learning rate as a pure function of the step", "titan_prores.protocols:LRScheduler"),
+    "residual_schedule": Kind(
+        "alpha(layer, step) of Progressive Residual Warmup", "titan_prores.protocols:ResidualSchedule", "same"
     ),
-    "tokenizer": Kind("text to token ids", "same", ("encode", "decode", "fingerprint")),
-    "dataset": Kind("source of text documents", "same", ("documents", "fingerprint")),
-    "loss": Kind("summed training loss of logits against labels", "same", ("__call__",)),
-    "optimizer": Kind("torch.optim.Optimizer over named parameters", "free", ("build",)),
-    "lr_scheduler": Kind("learning rate as a pure function of the step", "free", ("factor",)),
-    "residual_schedule": Kind("alpha(layer, step) of Progressive Residual Warmup", "same", ("alpha",)),
-    "transform": Kind("change of the model, applied in the order of its phase", "free", ("apply", "check", "row")),
+    "transform": Kind("change of the model, applied in the order of its phase", "titan_prores.transform:Transform"),
     "parallelism": Kind(
-        "transform that spreads the model over axes of the device mesh", "free", ("apply", "check", "row", "axes")
+        "transform that spreads the model over axes of the device mesh", "titan_prores.transform:Parallelism"
     ),
-    "checkpoint": Kind("saves and loads the state of a run", "free", ("choose", "read_meta", "save", "load")),
-    "metrics": Kind(
-        "measures a run, or shows its rows", "free", ("prepare", "start", "measure", "derive", "write", "close")
-    ),
-    "validator": Kind("measures the model on held-out text", "free", ("validate",)),
+    "checkpoint": Kind("saves and loads the state of a run", "titan_prores.protocols:Checkpointer"),
+    "metrics": Kind("measures a run, or shows its rows", "titan_prores.protocols:Metric"),
+    "validator": Kind("measures the model on held-out text", "titan_prores.protocols:Validator"),
 }
 
 _table: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
@@ -81,11 +81,11 @@ def _known_kind(kind: str) -> str:
 def register(kind: str, name: str) -> Callable[[T], T]:
     """Class decorator that makes a component known as `name` among those of `kind`.
 
-    The class needs a nested `Config` (a `titan_prores.config.Section`) and the methods that
-    `titan_prores.protocols` lists for the kind. The first line of its docstring is its summary.
+    The class needs a nested `Config` (a `titan_prores.config.Section`) and what the `contract` of its
+    kind says. The first line of its docstring is its summary.
 
     Raises:
-        ConfigError: the kind does not exist, or another component already has the name.
+        ConfigError: the kind does not exist, the class is not a valid component of it, or another one has the name.
     """
     _known_kind(kind)
     if not isinstance(name, str) or not name or ":" in name:
@@ -122,25 +122,28 @@ def _is_earlier_self(other: type, component: type) -> bool:
 def _check_shape(kind: str, key: str, component: object) -> None:
     """A component that could not work is refused by name when it is registered or looked up, not in mid-run."""
     if not inspect.isclass(component):
-        raise ConfigError(key, f"is no {kind} component: it is not a class", value=component)
+        raise ConfigError(key, f"is not a valid {kind} component: it is not a class", value=component)
     from titan_prores.protocols import SECTIONS  # which stands on this module's own imports
 
     section = SECTIONS.get(kind, Section)
-    missing = [m for m in ("Config", *KINDS[kind].methods) if not _has(component, m)]
-    if missing:
-        what = f"lacks {', '.join(missing)}"
+    if not hasattr(component, "Config"):
+        what = "lacks Config"
     elif not (inspect.isclass(component.Config) and issubclass(component.Config, section)):
         what = f"has a Config that is no {section.__module__}.{section.__qualname__}"
     elif wrong := unusable(component.Config):
         what = f"has a Config with {wrong} (allowed: {USABLE})"
+    elif wrong := faults(contract(kind), component):
+        what = "; ".join(wrong)
     else:
         return
-    raise ConfigError(key, f"is no {kind} component: {component.__qualname__} {what} (see titan_prores.protocols)")
+    where = KINDS[kind].contract.replace(":", ".")
+    raise ConfigError(key, f"is not a valid {kind} component: {component.__qualname__} {what} (see {where})")
 
 
-def _has(component: type, method: str) -> bool:
-    # Every class can be called: what is asked for is that its instances can.
-    return any(method in base.__dict__ for base in component.__mro__[:-1])
+def contract(kind: str) -> type:
+    """The class that says what components of a kind must have; imported only now, since a transform's needs torch."""
+    module, _, name = KINDS[kind].contract.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def builtin_folder() -> Path:

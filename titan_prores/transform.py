@@ -6,6 +6,7 @@ parallelism shards nothing.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -113,9 +114,9 @@ class Transform:
                 relative to the transform's section.
         """
 
+    @abstractmethod
     def apply(self, model: nn.Module, facts: Facts) -> None:
         """Change the model, which is on the meta device, in place."""
-        raise NotImplementedError
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
         """Raise RuntimeError unless the change took effect. A transform that matched nothing is an error."""

@@ -67,8 +67,6 @@ def test_declaration(kind, name):
     assert 10 < len(summary) <= 120 and not summary.endswith(","), summary
     assert issubclass(component.Config, BASES.get(kind, Section))
     assert component.Config.model_config["frozen"] and component.Config.model_config["extra"] == "forbid"
-    for method in registry.KINDS[kind].methods:
-        assert hasattr(component, method)
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)

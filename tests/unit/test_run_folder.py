@@ -19,7 +19,7 @@ PARTS = '''
 from titan_prores.config import Section, setting
 from titan_prores.protocols import SECTIONS
 from titan_prores.recipe import SLOTS
-from titan_prores import registry
+from titan_prores import contracts, registry
 
 for kind in SLOTS.values():
     class Component:
@@ -30,7 +30,7 @@ for kind in SLOTS.values():
             tables: tuple[dict[str, str], ...] = ()
             absent: float | None = None
             ratio: float = setting(1e-5)
-    for method in registry.KINDS[kind].methods:
+    for method in ("__init__", *contracts.methods(registry.contract(kind))):
         setattr(Component, method, lambda self, *a, **k: None)
     Component.__qualname__ = f"Component_{kind}"
     registry.register(kind, "stand_in")(Component)
