@@ -53,6 +53,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def duration(seconds: float) -> str:
+    """A length of time in the unit that fits it: "0.4 seconds", "12 seconds", "3.5 minutes", "26.3 hours"."""
+    if seconds < 60:
+        return f"{seconds:.1f} seconds" if seconds < 9.95 else f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.1f} minutes" if seconds < 3600 else f"{seconds / 3600:,.1f} hours"
+
+
 class ConfigError(Exception):
     """One fault in a recipe or on the command line.
 

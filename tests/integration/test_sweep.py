@@ -107,7 +107,8 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
             for each in ("runs", "straight")
         ]
         assert ends[0]["final"] == ends[1]["final"] and ends[0]["step"] == 30
-    assert finish(start(straight), 0) == ""
+    again = finish(start(straight), 0)
+    assert "2 of 2 runs have ended" in again and "starts" not in again and "straight/results/table.md" in again
 
 
 def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from titan_prores import config
-from titan_prores.errors import ConfigError, ConfigErrors
+from titan_prores.errors import ConfigError, ConfigErrors, duration
 from titan_prores.sweep import command, plan, runner, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.results import Result
@@ -182,6 +182,62 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as caught:
         command.main([*arguments, "--jbos=3"])
     assert caught.value.code == 2
+
+
+def test_columns_have_the_shortest_names_that_tell_axes_apart(tmp_path: Path) -> None:
+    def titles(*axes: str) -> list[str]:
+        found = plan.from_arguments(str(DEBUG), "runs", [f"{axis}=1,2" for axis in axes], [0], None, None, [])
+        return list(found.titles.values())
+
+    assert titles("optimizer.lr", "model.n_layers") == ["lr", "n_layers"]
+    assert titles("optimizer.lr") == ["lr"] and titles("dataset.seed") == ["dataset.seed"], "seed is a column already"
+    assert titles("transforms.prores.enabled", "model.name") == ["prores.enabled", "model.name"]
+    assert titles("metrics.a.every_steps", "metrics.b.every_steps", "optimizer.lr") == [
+        "a.every_steps", "b.every_steps", "lr",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0.0 seconds"), (2.3, "2.3 seconds"), (42.4, "42 seconds"), (90, "1.5 minutes"), (36_000, "10.0 hours")],
+)
+def test_a_duration_is_shown_in_the_unit_that_fits_it(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_collect_and_list_of_a_sweep_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Short columns, a length in seconds, and where the tables are; a long table is left to its file."""
+    arguments = [
+        "--config", str(DEBUG), "--folder", str(tmp_path), "--axis", "optimizer.lr=1e-3,2e-3", "--seeds", "0,1",
+        "--axis", "model.norm=pre,post", "--pair", "model.norm", "--training.steps=20",
+    ]  # fmt: skip
+    for lr in ("0.001", "0.002"):
+        for seed in (0, 1):
+            for norm in ("pre", "post"):
+                fake_run(tmp_path / f"optimizer.lr={lr},model.norm={norm},seed={seed}")
+    assert command.main([*arguments, "--collect"]) == 0
+    out = capsys.readouterr().out
+    assert "| lr | seeds | norm pre | norm post | difference |" in out and "Differences are norm post minus pre" in out
+    seconds = sum(json.loads(file.read_text())["seconds"] for file in (tmp_path / "results").rglob("result.json"))
+    assert 0 < seconds < 3600 and f"8 of 8 runs have ended: 8 finished; {duration(seconds)} in training steps." in out
+    assert out.endswith(f"tables: {tmp_path}/results/table.md, table.csv, runs.csv\n")
+    table = (tmp_path / "results" / "table.md").read_text()
+    assert table in out
+    runs = (tmp_path / "results" / "runs.csv").read_text().splitlines()
+    assert runs[0].startswith("lr,norm,seed,state,") and runs[1].startswith("0.001,pre,0,finished,")
+    assert (tmp_path / "results" / "table.csv").read_text().startswith("lr,baseline_n,")
+
+    assert command.main([*arguments, "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "in steps" in listed and listed.count("seconds") == 8 and f"tables: {tmp_path}/results/table.md" in listed
+
+    assert command.main([*arguments]) == 0, "with nothing left to run it ends with its table, too"
+    assert capsys.readouterr().out == out
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "LONGEST_TABLE", 3)
+        assert command.main([*arguments, "--collect"]) == 0
+    short = capsys.readouterr().out
+    assert short.splitlines() == [table.splitlines()[0], "", out.splitlines()[-1]]
 
 
 def test_the_slurm_script_has_what_can_start_now(read, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

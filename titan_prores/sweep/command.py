@@ -8,19 +8,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, duration
 from titan_prores.plots import command as plots
 from titan_prores.run_folder import write_atomically
 from titan_prores.shell import run_command
+from titan_prores.stopping import EXIT_STATUS
 from titan_prores.sweep import plan, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.runner import Book, Runner, command, slurm_script
 from titan_prores.tables import replace_between, show
 
+TABLES = ("table.md", "table.csv", "runs.csv")  # below the folder of the results
+LONGEST_TABLE = 60  # lines that are printed at the end; of more, only the first
+
 EPILOG = """\
 FILE names a recipe, axes of changes to it, seeds and what is compared; train_configs/repro_cpu/sweep.toml is one.
 Without a file: --config RECIPE --folder FOLDER --axis section.key=value,value [--axis ...] [--seeds 0,1,2]
 [--pair KEY] [--section.key=value ...], the last for every run.
+At its end a sweep prints its table, and the files that it is in.
 The same command again goes on where it stopped: runs that have ended are not run again, others resume from their
 newest checkpoint.
 
@@ -112,11 +117,16 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         runs_here = not options.dry_run and not options.slurm
         book.check(data=runs_here)
         if runs_here:
-            if options.only:  # other processes may be at it: the tables are left to --collect
-                return Runner(book, options.jobs, _say).run(options.only)
+            if options.only:  # other processes may be running it: the tables are left to --collect
+                status = Runner(book, options.jobs, _say).run(options.only)
+                _say(f"results are in {sweep.results}; the same command with --collect makes the tables")
+                return status
             write_tables(book)
             status = Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
-            draw(book)
+            if status == EXIT_STATUS:
+                _say(_place(sweep))
+            else:
+                finish(book)
             return status
         left = [run for run in book.runs() if run.waits or not book.result(run).ended]
         ready = [run for run in left if not run.waits]
@@ -145,15 +155,30 @@ def _list(book: Book) -> None:
         value = result.final.get(book.sweep.file.metric)
         state = "waits" if run.waits else result.state
         at = f"{result.step} of {result.steps}" if result.steps else ""
-        rows.append([run.name, state, at, f"{value:.4f}" if value is not None else "", result.error])
-    show(str(book.sweep.folder), ["run", "state", "step", book.sweep.file.metric, "why"], rows)
+        took = duration(result.seconds) if result.ended else ""
+        rows.append([run.name, state, at, took, f"{value:.4f}" if value is not None else "", result.error])
+    show(str(book.sweep.folder), ["run", "state", "step", "in steps", book.sweep.file.metric, "why"], rows)
+    print(_place(book.sweep))
 
 
 def collect(book: Book) -> None:
     """Keep the result of every run that has ended, write the tables and print them, and draw the figures."""
     book.keep_all()
-    print(write_tables(book), end="")
+    finish(book)
+
+
+def finish(book: Book) -> None:
+    """Write the tables, print them and where they are, and draw the figures."""
+    text = write_tables(book)
+    if text.count("\n") > LONGEST_TABLE:
+        text = text.partition("\n")[0] + "\n"
+    _say(f"{text}\n{_place(book.sweep)}")
     draw(book)
+
+
+def _place(sweep: Sweep) -> str:
+    written = [name for name in TABLES if (sweep.results / name).exists()]
+    return f"tables: {sweep.results / written[0]}, {', '.join(written[1:])}" if written else f"runs: {sweep.folder}"
 
 
 def check_plots(sweep: Sweep) -> None:
@@ -190,15 +215,12 @@ def draw(book: Book) -> None:
 
 
 def write_tables(book: Book) -> str:
-    """Write table.csv, table.md and runs.csv beside the results, and the report if there is one; returns the tables."""
+    """Write TABLES beside the results, and the report if there is one; returns the tables."""
     sweep = book.sweep
     results = [book.result(run) for run in book.runs()]
     text = statistics.report(sweep, results)
-    for name, content in (
-        ("table.csv", statistics.table_csv(sweep, results)),
-        ("runs.csv", statistics.runs_csv(sweep, results)),
-        ("table.md", text),
-    ):
+    contents = (text, statistics.table_csv(sweep, results), statistics.runs_csv(sweep, results))
+    for name, content in zip(TABLES, contents, strict=True):
         write_atomically(sweep.results / name, content.encode())
     if sweep.report is not None:
         replace_between(sweep.report, "sweep", text)

@@ -159,6 +159,7 @@ class Sweep:
         self.axes: dict[str, dict[str, dict[str, Any]]] = {
             name: self._axis(name, table) for name, table in file.axes.items()
         }
+        self.titles = _titles(self.axes)  # axis -> what a table calls it
         for name in self.axes:
             if not _NAME.fullmatch(name):
                 self._refuse(f"axes.{dotted((name,))}", "an axis cannot have this name", value=name, allowed=_ALLOWED)
@@ -422,6 +423,22 @@ class Sweep:
                 changes |= self.axes[axis][value]
         changes["job.dump_folder"] = str(self.folder / run.name)
         return [f"--{key}={_argument(value)}" for key, value in changes.items()]
+
+
+def _titles(axes: Iterable[str]) -> dict[str, str]:
+    """Axis -> the shortest end of its name that no other axis ends in, for axes that are named by a dotted key.
+
+    `enabled` and `name` say nothing without what they belong to.
+    """
+    parts = {axis: axis.split(".") for axis in axes}
+    found = {}
+    for axis, words in parts.items():
+        others = [other for name, other in parts.items() if name != axis]
+        least = 2 if words[-1] in ("enabled", "name", SEED) else 1
+        lengths = range(min(least, len(words)), len(words) + 1)
+        length = next((n for n in lengths if all(other[-n:] != words[-n:] for other in others)), len(words))
+        found[axis] = ".".join(words[-length:])
+    return found
 
 
 def _once(runs: Iterable[Run]) -> list[Run]:

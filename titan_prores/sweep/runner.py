@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_prores import config, registry
 from titan_prores.build import build_components
-from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.errors import ConfigError, ConfigErrors, duration, nearest
 from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
 from titan_prores.shell import environment_of_children
@@ -303,7 +303,7 @@ class Runner:
             raise ConfigError("", f"the run was refused:\n{_tail(folder / CONSOLE, child.console)}", value=run.name)
         if not result.ended or not told:
             result.state, result.error = "failed", f"ended with status {status}; see {folder / CONSOLE}"
-        self._keep(run, result, f"{result.state} after {time.monotonic() - child.started:.0f} s")
+        self._keep(run, result, f"{result.state} after {duration(time.monotonic() - child.started)}")
 
     def _keep(self, run: Run, result: Result, how: str) -> None:
         self.book.keep(run, result)

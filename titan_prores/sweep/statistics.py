@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from titan_prores.errors import duration
 from titan_prores.sweep.plan import SEED, Pair, Sweep
 from titan_prores.sweep.results import Result
 from titan_prores.tables import markdown
@@ -99,11 +100,11 @@ def cells(results: Sequence[Result], pair: Pair | None) -> list[Cell]:
 
 
 def header(sweep: Sweep, pair: Pair | None) -> list[str]:
-    axes = [axis for axis in sweep.axes if not pair or axis != pair.axis]
+    axes = [sweep.titles[axis] for axis in sweep.axes if not pair or axis != pair.axis]
     beside = list(dict.fromkeys(beside.column for beside in sweep.file.beside))
     if not pair:
         return [*axes, "seeds", sweep.file.metric, "lowest", "highest", "not finished", *beside]
-    axis = pair.axis
+    axis = sweep.titles[pair.axis]
     relative = ["perplexity"] if sweep.file.metric == "validation_loss" else []
     return [
         *axes, "seeds", f"{axis} {pair.baseline}", f"{axis} {pair.treatment}", "difference", "95 %", *relative,
@@ -122,7 +123,7 @@ def row(sweep: Sweep, pair: Pair | None, cell: Cell) -> list[str]:
         if all(cell.values.get(axis) == value for axis, value in each.where.items()):
             columns[each.column] = each.cells.get(cell.values.get(each.axis, ""), columns[each.column])
     beside = list(columns.values())
-    bad = "; ".join(f"{result.state}: {_side(pair, result)}seed {result.values[SEED]}" for result in cell.bad)
+    bad = "; ".join(f"{result.state}: {_side(sweep, pair, result)}seed {result.values[SEED]}" for result in cell.bad)
     baseline = list(cell.metrics(cell.baseline, key).values())
     if not pair:
         ends = [f"{end(baseline):.4f}" if baseline else "" for end in (min, max)]
@@ -141,20 +142,20 @@ def row(sweep: Sweep, pair: Pair | None, cell: Cell) -> list[str]:
     ]  # fmt: skip
 
 
-def _side(pair: Pair | None, result: Result) -> str:
-    return f"{pair.axis} {result.values[pair.axis]}, " if pair else ""
+def _side(sweep: Sweep, pair: Pair | None, result: Result) -> str:
+    return f"{sweep.titles[pair.axis]} {result.values[pair.axis]}, " if pair else ""
 
 
 def report(sweep: Sweep, results: Sequence[Result]) -> str:
     """The tables as Markdown: cells that can be compared first, those with one side only, then other runs."""
     pair = sweep.pair
     ended = [result for result in results if result.ended]
-    hours = sum(result.seconds for result in ended) / 3600
+    spent = duration(sum(result.seconds for result in ended))
     counts = {state: sum(result.state == state for result in ended) for state in ("finished", "diverged", "failed")}
     parts = [
         f"{len(ended)} of {len(results)} runs have ended: "
         + ", ".join(f"{count} {state}" for state, count in counts.items() if count or state == "finished")
-        + f"; {hours:.1f} hours in training steps. Lower is better; ± is the standard deviation over seeds.\n"
+        + f"; {spent} in training steps. Lower is better; ± is the standard deviation over seeds.\n"
     ]
 
     def table(some: Sequence[Cell], pair: Pair | None, without: Collection[str] = ()) -> str:
@@ -171,7 +172,7 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
     alone = [cell for cell in found if cell not in compared]
     if compared:
         parts += [
-            f"Differences are {pair.axis} {pair.treatment} minus {pair.baseline} of the same seed, "
+            f"Differences are {sweep.titles[pair.axis]} {pair.treatment} minus {pair.baseline} of the same seed, "
             "over the seeds where both finished; 95 % is the interval of their mean by Student's t.\n",
             table(compared, pair),
         ]
@@ -181,7 +182,7 @@ def report(sweep: Sweep, results: Sequence[Result]) -> str:
     if others := cells(
         [each for each in results if each.values[pair.axis] not in (pair.baseline, pair.treatment)], None
     ):
-        parts += [f"Runs with another {pair.axis}:\n", table(others, None)]
+        parts += [f"Runs with another {sweep.titles[pair.axis]}:\n", table(others, None)]
     return "\n".join(parts)
 
 
@@ -192,7 +193,7 @@ def table_csv(sweep: Sweep, results: Sequence[Result]) -> str:
     sides = ["baseline", "treatment"] if sweep.pair else ["runs"]
     columns = [f"{side}_{what}" for side in sides for what in ("n", "mean", "sd", "not_finished")]
     columns += [f"difference_{what}" for what in ("n", "mean", "sd", "low95", "high95", "lower")] if sweep.pair else []
-    lines: list[list[object]] = [[*axes, *columns]]
+    lines: list[list[object]] = [[*(sweep.titles[axis] for axis in axes), *columns]]
     for cell in cells(results, sweep.pair):
         line: list[object] = [cell.values.get(axis, "") for axis in axes]
         for side in [cell.baseline, cell.treatment][: len(sides)]:
@@ -210,7 +211,7 @@ def table_csv(sweep: Sweep, results: Sequence[Result]) -> str:
 def runs_csv(sweep: Sweep, results: Sequence[Result]) -> str:
     """A line for each run that has ended."""
     final = list(dict.fromkeys(["tokens", "loss", "validation_loss", "validation_perplexity", sweep.file.metric]))
-    lines: list[list[object]] = [[*sweep.axes, SEED, "state", "step", *final, "seconds", "error"]]
+    lines: list[list[object]] = [[*sweep.titles.values(), SEED, "state", "step", *final, "seconds", "error"]]
     for result in results:
         if result.ended:
             values = [result.values.get(axis, "") for axis in (*sweep.axes, SEED)]
