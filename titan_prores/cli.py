@@ -39,8 +39,8 @@ Train a language model from a TOML recipe.
   --help KIND.NAME           the keys of a component, such as lr_scheduler.wsd
                              with --config FILE both know the components that the recipe imports
 
-Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with
-everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run folder: torchrun
+Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C
+with everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run folder: torchrun
 itself ends with 1 whatever failed.
 """
 
@@ -171,6 +171,7 @@ def train(recipe: Recipe) -> int:
         trainer.build()
         end = trainer.train()
         trainer.close()
+        trainer.stop_request.ignore()
     except BaseException as failure:
         trainer.stop_request.can_wait = True  # this process is ending already: a signal now has nothing to add
         error = failure

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# What schedulers and people send. Slurm is told which with --signal, torchrun passes on the first two and SIGINT.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# What schedulers, people and a terminal that closes send. Slurm is told which with --signal.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A terminal and torchrun may both pass on the same one.
 SAME_SIGNAL_SECONDS = 1.0
 # sysexits.h calls it a temporary failure: the same command goes on where this one stopped.
 EXIT_STATUS = 75
+
+
+def signals() -> list[signal.Signals]:
+    """Those of SIGNALS that this process should answer: nohup has SIGHUP ignored, and it stays so."""
+    return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def end_with_torchrun() -> None:
@@ -59,11 +64,16 @@ class StopRequest:
         self._at = 0.0
 
     def listen(self) -> StopRequest:
-        """Handle SIGNALS from now on. For the main thread."""
+        """Answer `signals()` from now on. For the main thread."""
         self._pid = os.getpid()
-        for number in SIGNALS:
+        for number in signals():
             signal.signal(number, self._receive)
         return self
+
+    def ignore(self) -> None:
+        """Ignore them from now on: everything is saved, and the process ends by itself."""
+        for number in signals():
+            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a data loader's worker, forked with this handler, is to end as it always would

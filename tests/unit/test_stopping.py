@@ -11,7 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from titan_prores.stopping import Agreement, Stopped, StopRequest
+from titan_prores.stopping import SIGNALS, Agreement, Stopped, StopRequest
 
 RANKS, STEPS = 4, 40
 
@@ -66,13 +66,13 @@ def test_one_rank_acts_at_once() -> None:
 
 @pytest.fixture
 def request_():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield StopRequest().listen()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_noted_where_there_are_steps(request_: StopRequest, number: signal.Signals) -> None:
     request_.can_wait = True
     os.kill(os.getpid(), number)
@@ -83,6 +83,29 @@ def test_a_signal_is_noted_where_there_are_steps(request_: StopRequest, number: 
 def test_a_signal_before_them_ends_the_run(request_: StopRequest) -> None:
     with pytest.raises(Stopped, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_hanging_up_stays_ignored_under_nohup() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ignoring = StopRequest().listen()
+        ignoring.can_wait = True
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert ignoring.name is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ignoring.name == "SIGTERM"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_nothing_is_answered_once_all_is_saved(request_: StopRequest) -> None:
+    request_.can_wait = True
+    request_.ignore()
+    for number in SIGNALS:
+        os.kill(os.getpid(), number)
+    assert request_.name is None
 
 
 def test_a_forked_worker_ends_as_it_always_would(request_: StopRequest) -> None:

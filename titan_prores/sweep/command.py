@@ -30,7 +30,7 @@ The same command again goes on where it stopped: runs that have ended are not ru
 newest checkpoint.
 
 Exit status: 0 all runs have ended, 1 one of them failed, 2 the sweep, the recipe or the command line is wrong,
-75 stopped by SIGTERM, SIGUSR1 or Ctrl-C with everything saved.
+75 stopped by SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C with everything saved.
 """
 
 

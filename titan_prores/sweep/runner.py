@@ -21,7 +21,7 @@ from titan_prores.errors import ConfigError, ConfigErrors, duration, nearest
 from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
 from titan_prores.shell import environment_of_children
-from titan_prores.stopping import EXIT_STATUS, SIGNALS
+from titan_prores.stopping import EXIT_STATUS, signals
 from titan_prores.sweep import results
 from titan_prores.sweep.plan import SEED, Run, Sweep
 from titan_prores.sweep.results import Result
@@ -320,9 +320,7 @@ class Runner:
             self.stopped = signal.Signals(number).name
             self._signals_received += 1
 
-        # A terminal that closes sends SIGHUP; under nohup it is ignored, and stays so.
-        numbers = [*SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
-        before = {number: signal.signal(number, receive) for number in numbers}
+        before = {number: signal.signal(number, receive) for number in signals()}
         try:
             yield
         finally:
