@@ -6,9 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/install.sh
 install_titan_prores
 
-# One thread a rank: two ranks share what may be two cores, and torchrun has nothing to warn about.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-set -- torchrun --standalone --nproc_per_node 2 scripts/train.py --config train_configs/quickstart.toml "$@"
+set -- "$python" scripts/train.py launch --nproc 2 --config train_configs/quickstart.toml "$@"
 say "$*"
 status=0
 "$@" || status=$?

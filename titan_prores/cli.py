@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from titan_prores.config import Section, Tree, declared_extra, slot_kind
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, load_plugins, resolve
 from titan_prores.setting_types import plain, type_name
-from titan_prores.shell import refuse, run_command
+from titan_prores.shell import refuse, run_command, tell_torchrun
 from titan_prores.stopping import end_with_torchrun
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 USAGE = """\
 Train a language model from a TOML recipe.
 
-  torchrun --standalone --nproc_per_node 2 scripts/train.py --config FILE [--section.key=value ...]
-  python scripts/train.py --config FILE [--section.key=value ...]      one process
+  titan-prores launch --nproc 2 --config FILE [--section.key=value ...]   two processes; launch --help says more
+  titan-prores --config FILE [--section.key=value ...]                    one process
+
+  Without an install: python scripts/train.py ... for titan-prores ...; under torchrun: torchrun scripts/train.py ...
 
   --config FILE              the recipe
   --section.key=value        override anything in it; the value as in TOML, quotes around a word may be left out
@@ -39,9 +41,9 @@ Train a language model from a TOML recipe.
   --help KIND.NAME           the keys of a component, such as lr_scheduler.wsd
                              with --config FILE both know the components that the recipe imports
 
-Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C
-with everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run folder: torchrun
-itself ends with 1 whatever failed.
+Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGHUP, SIGUSR1 or
+Ctrl-C with everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run
+folder: torchrun itself ends with 1 whatever failed.
 """
 
 MOST_RANKS = 100_000
@@ -127,13 +129,36 @@ def _world_size(key: str, text: str, errors: list[ConfigError]) -> int | None:
     return None
 
 
+def _launcher_faults(variables: Mapping[str, str], world_size: int) -> list[ConfigError]:
+    """What is wrong with the variables by which a launcher tells a process its place, as torchrun sets them."""
+    several = world_size > 1
+    wrong = []
+    for name, least, most in (
+        ("RANK", 0, world_size - 1), ("LOCAL_RANK", 0, world_size - 1), ("LOCAL_WORLD_SIZE", 1, world_size),
+        ("MASTER_PORT", 0, 2**16 - 1),
+    ):  # fmt: skip
+        text = variables.get(name, "")
+        valid = text.isascii() and text.isdecimal() and len(text) < 9 and least <= int(text) <= most
+        if text and not valid:
+            wrong.append(ConfigError(name, "is not valid", value=text, allowed=f"an int from {least} to {most}"))
+    if several and (missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(n)]):
+        hint = "start the processes with titan-prores launch or torchrun, which set it, or unset WORLD_SIZE"
+        wrong.append(ConfigError("WORLD_SIZE", f"{', '.join(missing)} not set", value=world_size, allowed=hint))
+    return wrong
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     end_with_torchrun()
-    return run_command(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+    return run_command(lambda: run(sys.argv[1:] if arguments is None else arguments))
 
 
-def _run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
+    """As `main`, for a caller that has its own `run_command`; raises what that prints."""
+    if arguments[:1] == ["launch"]:
+        from titan_prores.launch import launch
+
+        return launch(arguments[1:])
     options = parse(arguments)
     if options.help == "":
         print(USAGE, end="")
@@ -146,6 +171,8 @@ def _run(arguments: Sequence[str]) -> int:
         print(describe(options.help, tree) if options.help else list_components(options.list_components), end="")
         return 0
     world_size = options.world_size or _world_size("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), tree.errors)
+    if not options.check and (faults := _launcher_faults(os.environ, world_size or 1)):
+        return refuse(faults, say=True)  # a process that does not know its rank cannot leave it to another
     recipe = resolve(tree, world_size or 1)
     if not options.check:
         return train(recipe)
@@ -194,6 +221,8 @@ def train(recipe: Recipe) -> int:
         _leave(status)
     if world.rank == 0:
         print(_farewell(end), end="")
+        if end["stopped"]:
+            tell_torchrun(_farewell(end).splitlines()[0])
     return EXIT_STATUS if end["stopped"] else 0
 
 
@@ -226,6 +255,7 @@ def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
             trainer.failures.report(Failure.of(error, rank, trainer.stage, signal=str(error)))
         if rank == 0:
             logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", error, trainer.stage)
+            tell_torchrun(f"stopped by {error} in {trainer.stage}, nothing to save")
         return EXIT_STATUS
     report_failure(error, rank, trainer.stage, trainer.failures, trainer.log_file)
     return 1

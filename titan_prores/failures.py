@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from titan_prores.errors import ConfigError, ConfigErrors
 from titan_prores.log import logger
+from titan_prores.shell import SPEAKER_SECONDS, tell_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -187,21 +188,24 @@ def report_failure(
         board: None while there is no process group.
         log_file: where rank 0 leaves the traceback, if there is a run folder yet.
     """
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     text = board.account(error, rank, stage) if board else f"rank {rank} failed in {stage}: {summarise(error, rank)}"
     first = board is None or (board.first() or Failure.of(error, rank, stage)).rank == rank
     if rank == 0 and log_file is not None:
         with suppress(OSError), log_file.open("a", encoding="utf-8") as file:  # the disk may be what failed
             traceback.print_exception(error, file=file)
             text += f"\n  traceback in {log_file}" if first else ""
-    elif first and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun shows it otherwise
+    elif first and not torchrun:  # which shows it otherwise
         text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     logger.error(text)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not torchrun:
         return
-    if first and isinstance(error, Exception):
+    if first and (log_file is not None or not isinstance(error, Exception)):
+        tell_torchrun(text)
+    elif first:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-    elif not first:
+    else:
         # torchrun takes for the cause what it sees end first, in whole seconds; it ends this rank once it has seen it.
-        time.sleep(PEER_GRACE_SECONDS)
+        time.sleep(SPEAKER_SECONDS)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from titan_prores.errors import ConfigError, ConfigErrors, counted
+
+SPEAKER_SECONDS = 2.0  # what the rank that speaks for all is given
 
 
 def run_command(command: Callable[[], int]) -> int:
@@ -40,6 +44,11 @@ def refuse(errors: Sequence[ConfigError], say: bool | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         if len(errors) > 1:
             print(counted(len(errors), "error"), file=sys.stderr)
+        tell_torchrun("\n".join(map(str, errors)))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(
+            SPEAKER_SECONDS
+        )  # the launcher ends the rank that says it as soon as it has seen the end of this one
     return 2
 
 
@@ -114,3 +123,16 @@ def environment_of_children(environment: Mapping[str, str] = os.environ) -> dict
     if (root / "pyproject.toml").exists():
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), found.get("PYTHONPATH")]))
     return found
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tell_torchrun(text: str) -> None:
+    """Leave `text` as what torchrun's summary of a rank shows, where it would explain how to enable tracebacks."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")

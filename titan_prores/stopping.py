@@ -40,7 +40,7 @@ def end_with_torchrun() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         with suppress(OSError):  # there may be nobody left to read it
-            os.write(2, b"torchrun has ended, and this rank with it\n")
+            os.write(2, b"the launcher has ended, and this rank with it\n")
         os._exit(1)
 
     threading.Thread(target=watch, name="torchrun", daemon=True).start()

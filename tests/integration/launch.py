@@ -47,8 +47,12 @@ class Finished:
         return self.out + self.err
 
 
-def command(*arguments: str, ranks: int = 1, torchrun_options: Sequence[str] = ()) -> list[str]:
-    """plain python for one rank, torchrun for more or where it is given options."""
+def command(
+    *arguments: str, ranks: int = 1, torchrun_options: Sequence[str] = (), own_launcher: bool = False
+) -> list[str]:
+    """plain python for one rank, torchrun for more or where it is given options, our launcher where that is asked."""
+    if own_launcher:
+        return [sys.executable, str(TRAIN), "launch", "--nproc", str(ranks), *arguments]
     if ranks == 1 and not torchrun_options:
         return [sys.executable, str(TRAIN), *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -57,7 +61,7 @@ def command(*arguments: str, ranks: int = 1, torchrun_options: Sequence[str] = (
 
 def start(
     *arguments: str, ranks: int = 1, cwd: Path | None = None, torchrun_options: Sequence[str] = (),
-    wrapper: Sequence[str] = (),
+    wrapper: Sequence[str] = (), own_launcher: bool = False,
 ) -> subprocess.Popen:  # fmt: skip
     """Start a launch whose processes can all be told by a mark in their environment; `finish` ends it.
 
@@ -67,12 +71,13 @@ def start(
         cwd: where to run it; the repository where it is not given.
         torchrun_options: more options for torchrun.
         wrapper: a command line that runs the one it is followed by.
+        own_launcher: start the ranks by titan-prores launch, not by torchrun.
     """
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
     process = subprocess.Popen(
-        [*wrapper, *command(*arguments, ranks=ranks, torchrun_options=torchrun_options)], cwd=cwd or REPOSITORY,
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*wrapper, *command(*arguments, ranks=ranks, torchrun_options=torchrun_options, own_launcher=own_launcher)],
+        cwd=cwd or REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process.mark = environment[MARK]
     return process
@@ -112,10 +117,12 @@ def _kill(launched: subprocess.Popen) -> None:
             process.kill()
 
 
-def launch(*arguments: str, ranks: int = 1, cwd: Path | None = None, status: int | None = 0) -> Finished:
+def launch(
+    *arguments: str, ranks: int = 1, cwd: Path | None = None, status: int | None = 0, own_launcher: bool = False
+) -> Finished:
     """Run to the end; fails unless the exit status is `status` (None = any)."""
     with turn(ranks):
-        finished = finish(start(*arguments, ranks=ranks, cwd=cwd))
+        finished = finish(start(*arguments, ranks=ranks, cwd=cwd, own_launcher=own_launcher))
     assert status is None or finished.status == status, f"status {finished.status}:\n{finished.text}"
     return finished
 

@@ -130,7 +130,7 @@ def test_ranks_whose_torchrun_is_killed_end(tmp_path: Path) -> None:
     for rank in alive:
         rank.kill()
     assert len(gone) == 2
-    assert "torchrun has ended, and this rank with it" in process.communicate()[1]
+    assert "the launcher has ended, and this rank with it" in process.communicate()[1]
 
 
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from titan_prores.build import build_components
 from titan_prores.errors import ConfigError, ConfigErrors, duration, nearest
 from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
-from titan_prores.shell import environment_of_children
+from titan_prores.shell import cores, environment_of_children
 from titan_prores.stopping import EXIT_STATUS, signals
 from titan_prores.sweep import results
 from titan_prores.sweep.plan import SEED, Run, Sweep
@@ -275,7 +274,7 @@ class Runner:
         self.say(f"[{number}/{len(runs)}] {run.name}: {'goes on' if _stamp(folder) else 'starts'}")
         before = _stamp(folder)
         environment = environment_of_children()
-        environment.setdefault("OMP_NUM_THREADS", str(max(_cores() // (self.jobs * self.sweep.file.ranks), 1)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(cores() // (self.jobs * self.sweep.file.ranks), 1)))
         with (folder / CONSOLE).open("ab") as console:
             length = console.tell()
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
@@ -369,10 +368,6 @@ def slurm_script(book: Book, runs: Iterable[Run], waiting: int, again: list[str]
         f"names=(\n{listed}\n)\n"
         f'exec srun {shlex.join(again)} --only "${{names[$SLURM_ARRAY_TASK_ID]}}"\n'
     )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _stamp(folder: Path) -> int | None:
