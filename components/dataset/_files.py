@@ -156,7 +156,7 @@ def _walk(start: str, pattern: str, found: FoundFiles) -> Iterator[str]:
         yield folder
         try:
             with os.scandir(folder or os.curdir) as listed:
-                entries = sorted((entry for entry in listed if entry.name[0] != "."), key=lambda entry: entry.name)
+                entries = sorted((entry for entry in listed if _is_entered(entry.name)), key=lambda entry: entry.name)
         except OSError as error:  # glob would take it for an empty one
             raise MissingError(
                 "files", f"the folder {folder} cannot be read: {error.strerror}", value=pattern
@@ -167,6 +167,11 @@ def _walk(start: str, pattern: str, found: FoundFiles) -> Iterator[str]:
                 (links if entry.is_symlink() else folders).append(path)
             elif entry.is_symlink() and not os.path.exists(path):
                 found.dangling.append(path)
+
+
+def _is_entered(name: str) -> bool:
+    """Whether ** looks at it: not at hidden names, as in glob, nor at what a file system keeps for its repair."""
+    return not name.startswith(".") and name != "lost+found"
 
 
 def _nearest_path(pattern: str) -> str | None:

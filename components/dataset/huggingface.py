@@ -85,16 +85,17 @@ class HuggingFaceDataset:
                 "split", "is no split of the data set", value=config.split, allowed=known,
                 nearest=nearest(config.split, known),
             )  # fmt: skip
+        skipped = SkippedRecords(config.max_skipped_records)
         try:
             rows = builder.as_streaming_dataset(split=config.split)
-            skipped = SkippedRecords(config.max_skipped_records)
             records = ((f"{config.path}, record {number}", row) for number, row in enumerate(rows, 1))
             yield from islice(skipped.texts(records, config.field), config.max_documents)
             skipped.report()
         except ConfigError:
             raise
         except Exception as error:
-            raise _config_error("path", "cannot be read", config.path, error) from error
+            problem = f"cannot be read after record {skipped.used + skipped.skipped:,}"
+            raise _config_error("path", problem, config.path, error) from error
 
     def fingerprint(self) -> str:
         """Hash of the settings, and of the files with their commit on the hub or, on disk, their time of change."""

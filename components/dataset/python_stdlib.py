@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_prores.config import setting
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, counted
+from titan_prores.log import logger
 from titan_prores.protocols import DatasetSection
 from titan_prores.registry import register
 
@@ -40,18 +41,22 @@ class PythonStdlib:
         self.files: list[Path] = []
         for folder, subfolders, names in os.walk(self.folder):
             subfolders[:] = [name for name in subfolders if name not in left_out]
-            self.files.extend(Path(folder, name) for name in names if name.endswith(".py"))
+            paths = (Path(folder, name) for name in names if name.endswith(".py"))
+            self.files.extend(path for path in paths if path.is_file())  # some systems have links to nothing here
         self.files.sort(key=lambda path: path.relative_to(self.folder).as_posix())
         if not self.files:
             raise ConfigError("name", f"no .py files in {self.folder}", value="python_stdlib")
 
     def documents(self) -> Iterator[str]:
-        """The text of each file, by sorted relative path; the few files that are not UTF-8 are left out."""
+        """The text of each file, by sorted relative path. The few that are not UTF-8 are skipped, which is logged."""
+        skipped = []
         for path in self.files:
             try:
                 yield path.read_bytes().decode("utf-8")
             except UnicodeDecodeError:
-                continue
+                skipped.append(path)
+        if skipped:
+            logger.info("python_stdlib: skipped %s not in UTF-8, such as %s", counted(len(skipped), "file"), skipped[0])
 
     def fingerprint(self) -> str:
         """Hash of the Python version and of every file's relative path and content."""
