@@ -284,8 +284,8 @@ class Metric:
         """All ranks, before `start`, and again where a run goes back to a checkpoint.
 
         `info`: total_steps (of the schedules), end_step (last of this run), start_step (completed ones), n_layers,
-        log_freq and recipe (the resolved one, nested tables). `probing` runs the model on held-out text; `measure` may
-        use it.
+        log_freq, recipe (the resolved one, nested tables) and recipe_toml (its text, each value with where it came
+        from). `probing` runs the model on held-out text; `measure` may use it.
 
         Raises:
             ConfigError: what the probe needs is not there.

@@ -15,7 +15,7 @@ from titan_prores.mesh import Mesh
 from titan_prores.probing import Probing
 from titan_prores.protocols import Metric
 from titan_prores.recipe import Recipe
-from titan_prores.run_folder import RunFolder
+from titan_prores.run_folder import RunFolder, annotated_toml
 from titan_prores.transform import Transform
 from titan_prores.zero_gradients import ZeroGradients
 
@@ -60,7 +60,7 @@ class Records:
         info = {
             "total_steps": self.recipe.training.steps, "end_step": end_step, "start_step": start_step,
             "n_layers": len(probing.model.layers), "log_freq": self.recipe.metrics.log_freq,
-            "recipe": self.recipe.to_dict(),
+            "recipe": self.recipe.to_dict(), "recipe_toml": annotated_toml(self.recipe),
         }  # fmt: skip
         for metric in self.metrics:
             metric.prepare(run, info, probing)

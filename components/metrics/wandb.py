@@ -16,7 +16,9 @@ from titan_prores.run_folder import RunFolder
 
 @register("metrics", "wandb")
 class WandB(Metric):
-    """Sends every number of every row, and the recipe, to Weights & Biases; needs the extra titan-prores[wandb].
+    """Sends every number of every row, grouped as in TensorBoard, and the recipe to Weights & Biases.
+
+    Needs the extra titan-prores[wandb].
 
     The run folder keeps the id of its run there, so that a resumed run goes on in the same curves. The service ignores
     the steps that it already has.

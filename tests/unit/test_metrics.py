@@ -13,7 +13,10 @@ from titan_prores.errors import ConfigError
 from titan_prores.run_folder import RunFolder
 from titan_prores.throughput import Throughput, memory_gib, mfu, peak_by_name, peak_flops
 
-INFO = {"end_step": 40, "start_step": 0, "n_layers": 2, "log_freq": 10, "recipe": {"job": {"dump_folder": "x"}}}
+INFO = {
+    "end_step": 40, "start_step": 0, "n_layers": 2, "log_freq": 10, "recipe": {"job": {"dump_folder": "x"}},
+    "recipe_toml": 'job.dump_folder = "x"  # here\n',
+}  # fmt: skip
 
 
 def row(step, **more):
@@ -157,9 +160,86 @@ def test_tensorboard_scalars(run):
 
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
-    assert [(e.step, round(e.value, 4)) for e in events.Scalars("loss")] == [(1, 5.3333), (2, 5.3333), (3, 1.0)]
+    assert [(e.step, round(e.value, 4)) for e in events.Scalars("loss/train")] == [(1, 5.3333), (2, 5.3333), (3, 1.0)]
     assert events.Scalars("alpha/layer_02")[0].value == 0.5
-    assert "step" not in events.Tags()["scalars"]
+    tags = set(events.Tags()["scalars"])
+    assert tags == {
+        "loss/train", "perplexity/train", "optimizer/grad_norm", "optimizer/lr", "alpha/min", "alpha/max",
+        "alpha/layer_01", "alpha/layer_02", "throughput/tokens", "throughput/tokens_per_second",
+        "throughput/step_seconds", "throughput/memory_gib",
+    }  # fmt: skip
+
+
+def test_tensorboard_groups_losses_and_keeps_the_recipe(run):
+    """Read back with TensorBoard's own reader, after a stop and a resume."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    recipe = {"model": {"n_layers": 2, "norm": "pre"}, "optimizer": {"lr": 1e-3}, "parallelism": {"x": [1, 2]}}
+    info = {**INFO, "recipe": recipe, "recipe_toml": "[model]\nn_layers = 2  # a.toml:3\n"}
+
+    def train(first, last):
+        metric = make("tensorboard")
+        metric.start(run, {**info, "start_step": first - 1})
+        for step in range(first, last + 1):
+            metric.write(row(step, loss=10.0 - step / 10))
+            if step % 10 == 0:
+                validation = {"validation_loss": 4.0, "validation_perplexity": math.exp(4), "validation_tokens": 4096}
+                metric.write({"step": step, "validation": True, **validation})
+        metric.close()
+        events = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0})
+        events.Reload()
+        return events
+
+    def sessions(events):
+        data = [
+            plugin_data_pb2.HParamsPluginData.FromString(raw) for raw in events.PluginTagToContent("hparams").values()
+        ]
+        return {each.WhichOneof("data"): getattr(each, each.WhichOneof("data")) for each in data}
+
+    assert "session_end_info" not in sessions(train(1, 20)), "a run that stopped early did not succeed"
+    events = train(21, 40)
+    tags = events.Tags()
+    assert {name for name in tags["scalars"] if name.startswith("loss/")} == {"loss/train", "loss/validation"}
+    assert [e.step for e in events.Scalars("loss/train")] == list(range(1, 41))
+    assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(step, 4.0) for step in (10, 20, 30, 40)]
+    assert "validation/tokens" in tags["scalars"] and "validation" not in tags["scalars"]
+    assert all("/" in name for name in tags["scalars"])
+
+    (text,) = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("recipe/text_summary")][-1:]
+    assert "    [model]\n    n_layers = 2  # a.toml:3\n" in text
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    assert charts["loss"] == ["loss/(train|validation)"] and charts.keys() == {"loss", "perplexity"}
+
+    found = sessions(events)
+    values = {key: value.WhichOneof("kind") for key, value in found["session_start_info"].hparams.items()}
+    assert values == {
+        "model.n_layers": "number_value", "model.norm": "string_value", "optimizer.lr": "number_value",
+        "parallelism.x": "string_value",
+    }  # fmt: skip
+    assert found["session_start_info"].hparams["optimizer.lr"].number_value == 1e-3
+    metrics = [info.name.tag for info in found["experiment"].metric_infos]
+    assert "loss/validation" in metrics and set(metrics) <= set(tags["scalars"]), "their last values are shown"
+    assert found["session_end_info"].status == 1, "success"
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("loss", "loss/train"), ("validation_loss", "loss/validation"), ("perplexity", "perplexity/train"),
+        ("validation_perplexity", "perplexity/validation"), ("validation_documents", "validation/documents"),
+        ("z_loss", "loss/z"), ("lr", "optimizer/lr"), ("lr_embedding", "optimizer/lr_embedding"),
+        ("grad_norm", "optimizer/grad_norm"), ("alpha_max", "alpha/max"), ("loss_spike_score", "spike_score/loss"),
+        ("mfu", "throughput/mfu"), ("memory_gib", "throughput/memory_gib"),
+        ("skipped", "training/skipped"), ("something_new", "training/something_new"),
+    ],
+)  # fmt: skip
+def test_a_tag_is_grouped_by_rule(key, expected, run):
+    from components.metrics._scalars import scalars
+
+    assert dict(scalars({"step": 3, "validation": True, key: 2.0})) == {expected: 2.0}
 
 
 WANDB_STUB = """
@@ -184,10 +264,13 @@ def test_wandb(run, tmp_path, monkeypatch):
     metric = make("wandb", project="p", mode="offline")
     metric.start(run, INFO)
     metric.write({"step": 3, "loss": 2.0, "alpha": [0.5]})
+    metric.write({"step": 3, "validation": True, "validation_loss": 3.0})
     metric.close()
     calls = importlib.import_module("wandb").calls
     assert calls[0]["project"] == "p" and calls[0]["mode"] == "offline" and calls[0]["config"] == INFO["recipe"]
-    assert calls[1:] == [(3, {"loss": 2.0, "alpha/layer_01": 0.5}), "finished"]
+    assert calls[1:] == [
+        (3, {"loss/train": 2.0, "alpha/layer_01": 0.5}), (3, {"loss/validation": 3.0}), "finished",
+    ]  # fmt: skip
     make("wandb").start(run, {**INFO, "start_step": 3})
     assert calls[-1]["id"] == "id1", "a resumed run goes on in the same curves"
     make("wandb").start(run, INFO)
