@@ -64,6 +64,8 @@ class TensorBoard(Metric):
             self._writer = None
 
 
-def _plain(value: Any) -> bool | int | float | str:
-    """A setting as HParams takes it."""
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
+def _plain(value: Any) -> int | float | str:
+    """A setting as HParams takes it; true and false as words, which it would turn into 1 and 0."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, (int, float, str)) else str(value)

@@ -412,7 +412,7 @@ def test_check_prints_what_a_run_would_be_for_any_world_size() -> None:
         "--parallelism.data_parallel_replicate_degree=2",
     )  # fmt: skip
     for word in ("dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks", "1. prores: 8 residual adds scaled, linear (T = 2)",
-                 "3. fsdp: HSDP, 2 replicas of 4 shards", "234,176", "32 = 8 data ranks x 4 sequences"):  # fmt: skip
+                 "2. fsdp: HSDP, 2 replicas of 4 shards", "234,176", "32 = 8 data ranks x 4 sequences"):  # fmt: skip
         assert word in finished.out.replace("2,048", "32"), word
 
 

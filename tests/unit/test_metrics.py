@@ -176,7 +176,11 @@ def test_tensorboard_groups_losses_and_keeps_the_recipe(run):
     from tensorboard.plugins.custom_scalar import layout_pb2
     from tensorboard.plugins.hparams import plugin_data_pb2
 
-    recipe = {"model": {"n_layers": 2, "norm": "pre"}, "optimizer": {"lr": 1e-3}, "parallelism": {"x": [1, 2]}}
+    recipe = {
+        "model": {"n_layers": 2, "norm": "pre"},
+        "optimizer": {"lr": 1e-3},
+        "parallelism": {"x": [1, 2], "on": True},
+    }
     info = {**INFO, "recipe": recipe, "recipe_toml": "[model]\nn_layers = 2  # a.toml:3\n"}
 
     def train(first, last):
@@ -217,7 +221,7 @@ def test_tensorboard_groups_losses_and_keeps_the_recipe(run):
     values = {key: value.WhichOneof("kind") for key, value in found["session_start_info"].hparams.items()}
     assert values == {
         "model.n_layers": "number_value", "model.norm": "string_value", "optimizer.lr": "number_value",
-        "parallelism.x": "string_value",
+        "parallelism.x": "string_value", "parallelism.on": "string_value",
     }  # fmt: skip
     assert found["session_start_info"].hparams["optimizer.lr"].number_value == 1e-3
     metrics = [info.name.tag for info in found["experiment"].metric_infos]
