@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
 from titan_prores.activation_bytes import looks_at_values
-from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
+from titan_prores.build import Components, activation_bytes, build_components, check_start, state_bytes, transform_model
 from titan_prores.errors import MissingError, counted
 from titan_prores.failures import own_fault, summarise
 from titan_prores.log import quiet
@@ -28,6 +28,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     degrees = plan_mesh(recipe.parallelism, world_size)
     missing: list[MissingError] = []
     components = build_components(recipe, degrees, missing)
+    check_start(recipe, components)
     training, model = recipe.training, components.model
     data_ranks = data_parallel_size(degrees)
     batch = global_batch_size(training, data_ranks)

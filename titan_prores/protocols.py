@@ -54,6 +54,10 @@ class CheckpointSection(Section):
         None, "save too whenever so long has passed since the last save; default never", unit="minutes", gt=0
     )
 
+    def weights_from(self) -> str | None:
+        """Where a fresh start takes its weights from, if not drawn."""
+        return None
+
     def needs_validation(self) -> str | None:
         """The key that ranks checkpoints by validation loss, if set; refused where no checkpoint has one."""
         return None
@@ -230,6 +234,14 @@ class Checkpointer(Protocol):
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given as meta."""
+
+    @optional
+    def initial_meta(self) -> dict[str, Any]:
+        """At a fresh start: the meta of the checkpoint that `initialize` will take weights from; empty without one.
+
+        Raises:
+            ConfigError: that checkpoint is not there or damaged.
+        """
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fill model and optimizer in place, whatever they held."""

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from titan_prores import mesh as mesh_module
-from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
+from titan_prores.build import (
+    build_components,
+    check_start,
+    choose_checkpoint,
+    materialize,
+    models_changed,
+    prepare_data,
+    transform_model,
+)
 from titan_prores.data import TokenWindows, microbatches
 from titan_prores.errors import counted
 from titan_prores.failures import FailureBoard
@@ -44,10 +52,14 @@ class Trainer:
         log_file: train.log, on rank 0 once there is a run folder.
         stopped: the signal that ended the run before its end.
         stop_request: whether a signal asked this process to end; only looked at, nothing is handled here.
+        own_weights: whether weights that a fresh start takes from elsewhere are of the same run, which the caller puts
+            where it was.
     """
 
-    def __init__(self, recipe: Recipe, world: World, stop_request: StopRequest | None = None) -> None:
-        self.recipe, self.world = recipe, world
+    def __init__(
+        self, recipe: Recipe, world: World, stop_request: StopRequest | None = None, *, own_weights: bool = False
+    ) -> None:
+        self.recipe, self.world, self.own_weights = recipe, world, own_weights
         self.stop_request = stop_request or StopRequest()
         self.step = self.samples = 0
         self.nonfinite = NonFinitePolicy(recipe.training)
@@ -91,10 +103,12 @@ class Trainer:
         checkpoint = recipe.slots["checkpoint"]
         checkpointer = checkpoint.build(run=self.run, mesh=self.mesh) if checkpoint.config.enabled else None
         self.saver = Saver(checkpointer, checkpoint.config, self.agreement)
-        resume_step, meta = choose_checkpoint(checkpointer, recipe, self.batch_size, self.run, self.mesh)
+        resume_step, meta = choose_checkpoint(checkpointer, recipe, self.parts, self.batch_size, self.run, self.mesh)
+        if resume_step is None and not self.own_weights:
+            check_start(recipe, self.parts, meta)
         self.step = resume_step or 0
         self._begin("preparing data", patient=True)  # tokenising takes its time
-        self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, meta)
+        self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, {} if resume_step is None else meta)
 
         self._begin("building the model")
         for line in applied:
@@ -288,6 +302,7 @@ class Trainer:
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
             "data": self.data.fingerprint, "mesh": self.mesh.degrees, **self.nonfinite.state(self.samples),
             "transforms": states(self.parts.transforms),
+            "changes_model": models_changed(self.recipe, self.parts, self.step),
             "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
             "recipe": self.recipe.to_dict(),
         }  # fmt: skip

@@ -81,11 +81,17 @@ class Transform:
         phase: place in the order; may be set per instance where it depends on the settings.
         needs: names of transforms that must be on as well.
         conflicts: names of transforms that must not.
+        changes_model: whether the model computes something else with it, rounding aside, so that it may not be switched
+            on or off where a run resumes; None = where its phase is REWRITE.
+        start_key: its setting that says where a schedule of its own starts; None = it has no such setting. A run that
+            takes its weights from elsewhere has to set it (see `start_matters`).
     """
 
     phase: Phase
     needs: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[tuple[str, ...]] = ()
+    changes_model: ClassVar[bool | None] = None
+    start_key: ClassVar[str | None] = None
 
     def __init__(self, config: Section) -> None:
         self.config = config
@@ -113,6 +119,17 @@ class Transform:
             ConfigError: the settings do not fit the model or the mesh; its key is the full one, or
                 relative to the transform's section.
         """
+
+    def start_matters(self) -> bool:
+        """Whether the choice that `start_key` offers makes a difference; asked after `check`."""
+        return True
+
+    def leaves_model_as_it_is(self, step: int) -> bool:
+        """Whether the model computes the same without it, in the update after `step` completed ones and later.
+
+        Asked after `check`, where a run resumes with it that was without, and at every save.
+        """
+        return False
 
     @abstractmethod
     def apply(self, model: nn.Module, facts: Facts) -> None:
@@ -193,6 +210,12 @@ class Transform:
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         """Keys for the metrics row of update `step`; `detailed` asks for per-layer lists too."""
         return {}
+
+
+def changes_model(transform: Transform | type[Transform]) -> bool:
+    """`Transform.changes_model`, with what None stands for filled in."""
+    declared = transform.changes_model
+    return getattr(transform, "phase", None) == Phase.REWRITE if declared is None else declared
 
 
 class Parallelism(Transform):

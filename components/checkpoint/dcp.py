@@ -68,6 +68,9 @@ class DistributedCheckpoint:
             0, "also keep the K checkpoints with the lowest validation loss, of validated steps; 0 disables", ge=0
         )
 
+        def weights_from(self) -> str | None:
+            return self.init_from
+
         def needs_validation(self) -> str | None:
             return "keep_best_k" if self.keep_best_k else None
 
@@ -214,20 +217,25 @@ class DistributedCheckpoint:
         from components.checkpoint import _tensors
 
         path = Path(self.config.init_from)
-        self.mesh.on_main(lambda: self._check_source(path))
         try:
             _tensors.load_weights(path, model, self.config.init_from_missing)
         except (RuntimeError, OSError) as error:
             raise ConfigError("init_from", f"cannot be taken: {error}", value=str(path)) from error
         logger.info("weights taken from %s", path)
 
-    def _check_source(self, path: Path) -> None:
-        """Raise ConfigError unless `path` is a whole checkpoint."""
+    def initial_meta(self) -> dict[str, Any]:
+        if self.config.init_from is None:
+            return {}
+        return self.mesh.on_main(lambda: self._source_meta(Path(self.config.init_from)))
+
+    def _source_meta(self, path: Path) -> dict[str, Any]:
+        """Meta of the checkpoint at `path`. Raises ConfigError unless it is a whole one."""
         if (found := CheckpointFolder.containing(path)) is None:
             raise ConfigError("init_from", "is no checkpoint", value=str(path), allowed="a folder step-<k>")
         folder, step = found
         if problems := folder.problems(step, hashes=self.config.verify == "always"):
             raise ConfigError("init_from", f"is damaged: {problems[0]}", value=str(path))
+        return folder.meta(step)
 
     # --- Saving ---------------------------------------------------------------------------------------------------
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+from pydantic import field_validator
 from torch import nn
 
 from titan_prores.config import Section, setting, slot
+from titan_prores.errors import ConfigError
 from titan_prores.init import InitRule
 from titan_prores.parts import Part
-from titan_prores.prores import ProRes
+from titan_prores.prores import LearnedSchedule, ProRes
 from titan_prores.prores.residual import ScaledResidualAdd
 from titan_prores.prores.rewrite import SCHEDULE_NAME
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Phase, Transform
+
+WARM = 2**50  # a step after every warmup, and one that float64 still counts
 
 
 @register("transform", "prores")
@@ -23,9 +28,29 @@ class ProResTransform(Transform):
 
     class Config(Section):
         residual_schedule: Part = slot("residual_schedule", "linear", "alpha(layer, step) and its length")
+        start: Literal["fresh", "warm"] | int | None = setting(
+            None,
+            'where the schedule starts: "fresh" = at step 0, which is the default for weights that are drawn; "warm" = '
+            "every alpha at its last value; or the step that the warmup has reached (an adaptive one without what it "
+            "has measured). Weights from elsewhere (checkpoint.init_from) need it",
+            on_resume="same",
+        )
         log_alpha: bool = setting(True, "write alpha of every layer to the detailed metrics rows", on_resume="free")
 
+        @field_validator("start")
+        @classmethod
+        def _a_step(cls, value: str | int | None) -> str | int | None:
+            if isinstance(value, int) and value < 0:
+                raise ValueError("is not a step (allowed: fresh, warm, or a step from 0)")
+            return value
+
+        @property
+        def first_step(self) -> int:
+            """Step of the schedule at step 0 of the run."""
+            return {None: 0, "fresh": 0, "warm": WARM}.get(self.start, self.start)
+
     phase = Phase.REWRITE
+    start_key = "start"
 
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self.schedule = self.config.residual_schedule.build(n_layers=len(model.layers))
@@ -34,6 +59,34 @@ class ProResTransform(Transform):
         if values.shape != (len(model.layers),):
             raise ValueError(f"{self.config.residual_schedule.name}.alpha(0) has shape {values.shape}, "
                              f"not [{len(model.layers)}]")  # fmt: skip
+        if isinstance(self.schedule, LearnedSchedule) and self.config.first_step:
+            raise ConfigError(
+                "start", "alpha of this schedule comes from its logits, and not from a step", value=self.config.start,
+                allowed="fresh",
+            )  # fmt: skip
+        if self.config.start == "warm":
+            self.schedule.alpha(WARM)
+
+    def start_matters(self) -> bool:
+        # The logits of a learned one are weights: they come with the others, or init_from_missing names them.
+        first, last = self._alpha(0), self._alpha(WARM)
+        return not isinstance(self.schedule, LearnedSchedule) and (
+            first is None or last is None or not np.array_equal(first, last)
+        )
+
+    def leaves_model_as_it_is(self, step: int) -> bool:
+        if isinstance(self.schedule, LearnedSchedule):
+            return False
+        step += self.config.first_step
+        later = (self._alpha(at) for at in (step, *(step + 2**k for k in range(WARM.bit_length()))))
+        return all(alpha is not None and (alpha == 1).all() for alpha in later)
+
+    def _alpha(self, step: int) -> np.ndarray | None:
+        """None where a schedule of a user's own has none so late."""
+        try:
+            return self.schedule.alpha(step)
+        except Exception:
+            return None
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
         # One that can do more than say alpha can be called itself (see `protocols.ResidualSchedule`).
@@ -51,7 +104,10 @@ class ProResTransform(Transform):
         length = ", ".join(f"{key} = {value:g}" for key, value in settings if isinstance(value, (int, float)))
         if hasattr(self.schedule, "describe"):
             length = self.schedule.describe()
-        return f"{self.prores.n_adds} residual adds scaled, {schedule.name}{f' ({length})' if length else ''}"
+        start = {None: "", "fresh": "", "warm": ", warm from the start"}.get(
+            self.config.start, f", from step {self.config.start} on"
+        )
+        return f"{self.prores.n_adds} residual adds scaled, {schedule.name}{f' ({length})' if length else ''}{start}"
 
     def init_rules(self) -> Sequence[InitRule]:
         trained = self.prores.trained
@@ -63,7 +119,7 @@ class ProResTransform(Transform):
         return [{"params": [self.prores.trained.logits], "lr": self.schedule.lr, "weight_decay": 0.0}]
 
     def before_step(self, step: int) -> None:
-        self.prores.set_step(step)
+        self.prores.set_step(step + self.config.first_step)
 
     def after_backward(self) -> None:
         self.prores.after_backward()
@@ -81,5 +137,5 @@ class ProResTransform(Transform):
         if detailed and self.config.log_alpha:
             row["alpha"] = alpha.tolist()
         if detailed and hasattr(self.schedule, "row"):
-            row |= self.schedule.row(step)
+            row |= self.schedule.row(step + self.config.first_step)
         return row

@@ -288,23 +288,32 @@ def test_fresh_start_from_weights_alone(folder: Path, straight: dict[int, Path])
     source = straight[1] / "checkpoint/step-00000020"
     runs = {ranks: folder / f"from-weights-{ranks}" for ranks in (1, 2)}
     for ranks, run in runs.items():
-        started = fork(*debug(run, f"--checkpoint.init_from={source}", "--training.steps=6"), ranks=ranks)
+        own = [f"--checkpoint.init_from={source}", "--training.steps=6", "--transforms.prores.start=fresh"]
+        started = fork(*debug(run, *own), ranks=ranks)
         assert f"weights taken from {source}" in started.text
         assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6] and rows(run)[0]["lr"] == 0
     # alpha starts at 0 again, so the first loss is that of the bare embedding; it ends where a trained model is.
     assert losses(runs[1])[6] < 0.9 * losses(straight[1])[6]
     assert losses(runs[2]) == pytest.approx(losses(runs[1]), abs=1e-5)
 
-    def refused(*own: str) -> str:
-        return fork(*debug(folder / "from-none", f"--checkpoint.init_from={source}", *own), status=2).err
+    warm = [f"--checkpoint.init_from={source}", "--transforms.prores.start=warm"]
+    fork(*debug(folder / "from-weights-warm", *warm, "--training.stop_after=1"))
+    ended = [row["validation_loss"] for row in rows(straight[1]) if "validation_loss" in row][-1]
+    (went_on,) = (row["validation_loss"] for row in rows(folder / "from-weights-warm") if "validation_loss" in row)
+    assert went_on == pytest.approx(ended, abs=1e-6), "with every alpha at 1, as the weights were trained"
 
+    def refused(*own: str) -> str:
+        return fork(*debug(folder / "from-none", *warm, *own), status=2).err
+
+    unsaid = fork(*debug(folder / "from-none", warm[0]), status=2).err
+    assert f"transforms.prores.start: has to be set, as the weights come from {source}, trained 20 steps with" in unsaid
     assert "it lacks layers.4.attention.wq.weight" in refused("--model.n_layers=5")
     assert "the model has no layers.3." in refused("--model.n_layers=3")
     assert "other shapes of layers.0.feed_forward" in refused("--model.ffn_dim=192")
     assert "init_from_missing matches no weight: nothing" in refused("--checkpoint.init_from_missing=['nothing']")
     assert "is no checkpoint" in fork(*debug(folder / "x", "--checkpoint.init_from=nowhere"), status=2).err
     more = ["--model.n_layers=5", "--checkpoint.init_from_missing=['layers.4.*']", "--training.stop_after=2"]
-    fork(*debug(folder / "deeper", f"--checkpoint.init_from={source}", *more))
+    fork(*debug(folder / "deeper", *warm, *more))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -240,17 +240,17 @@ def _recipe_alpha(path: Path, overrides: Sequence[str]) -> dict[str, tuple[np.nd
     from titan_prores.recipe import resolve
 
     recipe = resolve(config.load(path, overrides, registry.builtin_folder() / "defaults.toml"))
-    found = _schedule_part(recipe)
+    found, first_step = _schedule_part(recipe)
     built = found.build(n_layers=_n_layers(recipe))
-    return {found.name: _sampled(built.alpha, recipe.training.steps)}
+    return {found.name: _sampled(lambda step: built.alpha(step + first_step), recipe.training.steps)}
 
 
-def _schedule_part(recipe: Recipe) -> Any:
-    """The residual schedule among the settings of the recipe's transforms."""
+def _schedule_part(recipe: Recipe) -> tuple[Any, int]:
+    """The residual schedule among the settings of the recipe's transforms, and its step at the start of the run."""
     for transform in recipe.sets["transforms"]:
         for name in type(transform.config).model_fields:
             if getattr(value := getattr(transform.config, name), "kind", None) == "residual_schedule":
-                return value
+                return value, getattr(transform.config, "first_step", 0)
     raise ConfigError("transforms", "none that is on has a residual schedule")
 
 

@@ -73,7 +73,7 @@ def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -
                  f"--checkpoint.init_from={checkpoint.resolve()}"]  # fmt: skip
     folder = RunFolder(run, is_main=False)
     recipe = resolve(config.load(folder.recipe_file, overrides, registry.builtin_folder() / "defaults.toml"), 1)
-    trainer = Trainer(recipe, World(0, 0, 1))
+    trainer = Trainer(recipe, World(0, 0, 1), own_weights=True)
     trainer.build()
     trainer.watchdog.close()
     trainer.run.close()
