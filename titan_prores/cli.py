@@ -16,7 +16,7 @@ from titan_prores import config, registry
 from titan_prores.config import Section, Tree, declared_extra, slot_kind
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.recipe import ENGINE_SECTIONS, SECTIONS, SETS, SLOTS, Recipe, load_plugins, resolve
-from titan_prores.setting_types import plain, type_name
+from titan_prores.setting_types import declared, plain, type_name
 from titan_prores.shell import refuse, run_command, tell_torchrun
 from titan_prores.stopping import end_with_torchrun
 
@@ -364,7 +364,7 @@ def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
             default = f" = {config.inline(value)}{unit} from {origin}"
         else:
             default = f"{f', in{unit}' if unit else ''} (required)"
-        lines.append(f"{indent}{name}: {type_name(info.annotation)}{default}{_bounds(info.metadata)}")
+        lines.append(f"{indent}{name}: {type_name(declared(info))}{default}{_bounds(info.metadata)}")
         lines.append(f"{indent}    {info.description}")
         for inner in _sections_in(info.annotation):
             lines += _describe_section(inner, indent + "      ")

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.paths import PathRule, located, refuse_impossible
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -167,7 +168,7 @@ class Import(NamedTuple):
     """One entry of an `import` list."""
 
     reference: str
-    folder: Path  # that a path to a file is relative to
+    folder: Path | None  # of the file that names it; None on the command line
     where: str
 
 
@@ -183,6 +184,8 @@ class Tree:
         outdated: keys given for a component that a later file or override replaced by another; they are dropped
             where the new component has no such key.
         layers: key -> number of the merge that brought it, ascending.
+        folder: of the file that this was read from; None for the command line and for what was merged.
+        folders: key -> folder of the file that brought it.
         errors: faults that do not stop the reading; `recipe.resolve` reports them with its own.
     """
 
@@ -192,6 +195,8 @@ class Tree:
     imports: list[Import] = field(default_factory=list)
     outdated: set[Key] = field(default_factory=set)
     layers: dict[Key, int] = field(default_factory=dict)
+    folder: Path | None = None
+    folders: dict[Key, Path] = field(default_factory=dict)
     merges: int = 0
     errors: list[ConfigError] = field(default_factory=list)
 
@@ -211,6 +216,10 @@ class Tree:
             if isinstance(table, dict) and not isinstance(table.get(name), dict):
                 table.pop(name, None)
                 self.origins.pop((*tables, name), None)
+
+    def folder_of(self, key: Key) -> Path | None:
+        """Folder of the file that brought a key, or the list around it; None where it is of no file."""
+        return next((self.folders[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.folders), None)
 
     def merge(self, other: Tree) -> None:
         """Put `other` over this tree: tables merge, everything else is replaced.
@@ -242,6 +251,9 @@ class Tree:
             else:
                 mine[name] = value
                 self.layers[here] = self.merges
+                self.folders.pop(here, None)
+                if folder := other.folders.get(here, other.folder):
+                    self.folders[here] = folder
                 self.outdated.discard(here)
                 for old in [k for k in self.origins if len(k) > len(here) and k[: len(here)] == here]:
                     del self.origins[old]  # of the entries of a list that is no more
@@ -399,19 +411,26 @@ def _shown_path(path: Path) -> str:
         return one_line(os.path.normpath(path))
 
 
-def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = None) -> list[tuple[Path, Tree]]:
+def _layers(
+    path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = None, written: str = ""
+) -> list[tuple[Path, Tree]]:
     """A TOML file and, before it, the files that its `base` names, each as a tree of its own.
 
     Args:
         path: the file.
         chain: files being read above this one; a file that inherits from itself is refused.
         named_by: where the path was written, for the message when it does not exist.
+        written: the path as it was written there.
 
     Raises:
         ConfigErrors: a file that cannot be read, no valid TOML, or an inheritance loop.
     """
     shown = _shown_path(path)
     key = "base" if chain else "--config"
+    try:
+        refuse_impossible(str(path), key)
+    except ConfigError as error:
+        raise ConfigErrors([error]) from error
 
     def fail(problem: str, hint: str | None = None) -> ConfigErrors:
         return ConfigErrors([ConfigError(key, problem, value=shown, where=named_by, nearest=hint)])
@@ -424,7 +443,8 @@ def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = 
             raise fail("is a folder, not a TOML file")
         if not path.exists():
             siblings = [p.name for p in path.parent.glob("*.toml") if p not in chain] if path.parent.is_dir() else []
-            raise fail("no such file", nearest(path.name, siblings))
+            hint = nearest(path.name, siblings)
+            raise fail("no such file", hint and os.path.join(os.path.dirname(written), hint))
         if not path.is_file():
             raise fail("is not a regular file")
         text = path.read_bytes().decode("utf-8-sig")
@@ -444,7 +464,7 @@ def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = 
         line = next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), None)
         return f"{shown}:{line}" if line else shown
 
-    own = Tree(values=values, errors=_impossible(values, place))
+    own = Tree(values=values, errors=_impossible(values, place), folder=path.parent)
     if own.errors:
         raise ConfigErrors(own.errors)
     bases, errors = _strings(values, "base", place(("base",)))
@@ -457,7 +477,12 @@ def _layers(path: Path, *, chain: tuple[Path, ...] = (), named_by: str | None = 
     layers: list[tuple[Path, Tree]] = []
     for base in bases:
         try:
-            for layer in _layers(path.parent / base, chain=(*chain, path), named_by=place(("base",))):
+            try:
+                file = Path(located(base, path.parent, PathRule(read=True)))
+            except ConfigError as error:
+                error.where = place(("base",))
+                raise ConfigErrors([error.under("base")]) from error
+            for layer in _layers(file, chain=(*chain, path), named_by=place(("base",)), written=base):
                 if layer[0] not in [known for known, _ in layers]:  # a base of two bases counts once
                     layers.append(layer)
                     layer[1].drop(NOT_INHERITED)
@@ -518,7 +543,7 @@ def parse_override(argument: str) -> Tree:
     imports, errors = _strings(tree.values, "import", where)
     if errors:
         raise errors[0]
-    tree.imports = [Import(reference, Path.cwd(), where) for reference in imports]
+    tree.imports = [Import(reference, None, where) for reference in imports]
     return tree
 
 

@@ -13,6 +13,7 @@ from titan_prores import registry
 from titan_prores.config import Key, Section, Tree, declared_extra, dotted, slot_kind
 from titan_prores.contracts import missing_attributes
 from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest, shown
+from titan_prores.paths import PathRule, located
 from titan_prores.setting_types import (
     alternatives,
     choices,
@@ -23,6 +24,7 @@ from titan_prores.setting_types import (
     shaped,
     type_name,
     type_of,
+    with_paths,
 )
 
 
@@ -87,6 +89,18 @@ def resolve_section(
                 del values[name]
     found = len(errors)
     reported: set[str] = set()  # first parts of the keys that have their error already
+
+    def locate(text: str, rule: PathRule, inner: Key) -> str:
+        place = (*key, *inner)
+        try:
+            return located(text, tree.folder_of(place), rule)
+        except ConfigError as error:
+            error.where = tree.origin(place)
+            errors.append(error.under(dotted(place)))
+            reported.add(inner[0])
+            return text
+
+    values = with_paths(values, section, locate)
     try:
         preset = section.presets(values)
     except ConfigError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from titan_prores.config import Section, setting
 from titan_prores.contracts import optional
+from titan_prores.paths import WritePath
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +34,9 @@ class DatasetSection(Section):
     validation_fraction: float = setting(
         0.01, "share of documents held out for validation, chosen by a hash of their text", ge=0, lt=1
     )
-    cache_folder: str = setting("outputs/token_cache", "where token shards are kept between runs", on_resume="free")
+    cache_folder: WritePath = setting(
+        "outputs/token_cache", "where token shards are kept between runs", on_resume="free"
+    )
     shard_tokens: int = setting(
         100_000_000, "a token shard is closed once it holds this many", unit="tokens", on_resume="free", gt=0
     )

@@ -15,6 +15,7 @@ from titan_prores import registry
 from titan_prores.config import Key, Section, Tree, dotted, setting, split_key
 from titan_prores.errors import ConfigError, ConfigErrors, counted, nearest, shown
 from titan_prores.parts import Part, ResumeRule, dump, resolve_part, resolve_section, resume_rules
+from titan_prores.paths import PathInRun, WritePath
 from titan_prores.setting_types import type_of
 
 Dtype = Literal["float32", "bfloat16"]
@@ -23,7 +24,9 @@ Dtype = Literal["float32", "bfloat16"]
 class Job(Section):
     """Where a run lives."""
 
-    dump_folder: str = setting("outputs", "run folder: recipe, log, metrics and checkpoints go there", min_length=1)
+    dump_folder: WritePath = setting(
+        "outputs", "run folder: recipe, log, metrics and checkpoints go there", min_length=1
+    )
     description: str = setting("", "one line about the run, kept with it; not inherited from a base")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA where there is a device")
 
@@ -98,10 +101,10 @@ class Profiling(Section):
     """Traces and memory snapshots, off unless asked for."""
 
     enable_profiling: bool = setting(False, "write torch.profiler traces (Chrome format)")
-    save_traces_folder: str = setting("profile_trace", "below the run folder")
+    save_traces_folder: PathInRun = setting("profile_trace", "below the run folder")
     profile_freq: int = setting(10, "one trace every so many steps", unit="optimizer steps", ge=3)
     enable_memory_snapshot: bool = setting(False, "write CUDA memory snapshots for pytorch.org/memory_viz")
-    save_memory_snapshot_folder: str = setting("memory_snapshot", "below the run folder")
+    save_memory_snapshot_folder: PathInRun = setting("memory_snapshot", "below the run folder")
 
 
 ENGINE_SECTIONS: dict[str, type[Section]] = {
@@ -574,8 +577,7 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)
     _refuse_if_any(errors)
     imports = dict.fromkeys(
-        str((entry.folder / entry.reference).resolve()) if entry.reference.endswith(".py") else entry.reference
-        for entry in tree.imports
+        str(registry.plugin_file(entry.reference, entry.folder) or entry.reference) for entry in tree.imports
     )
     return Recipe(**sections, slots=slots, sets=sets, disabled=disabled, origins=origins, imports=tuple(imports))
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import Literal, TypeVar
 from titan_prores.config import Section
 from titan_prores.contracts import faults
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
+from titan_prores.paths import PathRule, located
 from titan_prores.setting_types import USABLE, unusable
 
 T = TypeVar("T", bound=type)
@@ -226,25 +228,44 @@ def load_entry_points() -> None:
         raise ConfigErrors(errors)
 
 
-def load_plugin(reference: str, relative_to: Path) -> None:
+def plugin_file(reference: str, folder: Path | None) -> Path | None:
+    """The file that an entry of an `import` list names, absolute; None where it names a module.
+
+    Args:
+        reference: the entry.
+        folder: of the file that it is written in; None on the command line.
+
+    Raises:
+        ConfigError: it is not a path that a recipe can have.
+    """
+    if not reference.endswith(".py"):
+        return None
+    try:
+        return Path(located(reference, folder, PathRule(read=True))).resolve()
+    except ConfigError as error:
+        raise error.under("import") from error
+
+
+def load_plugin(reference: str, folder: Path | None) -> None:
     """Import one entry of a recipe's `import` list so that it registers its components.
 
     Args:
-        reference: an importable module name (`pkg.module`), or a path to a file ending in `.py`, taken
-            relative to the folder of the recipe that names it.
-        relative_to: that folder.
+        reference: an importable module name (`pkg.module`), or a path to a file ending in `.py`.
+        folder: of the recipe that names it; None on the command line.
 
     Raises:
         ConfigError: the file or module does not exist, or raises while it is imported.
     """
-    if not reference.endswith(".py"):
-        _import(reference, "import")
-        return
     try:
-        path = (relative_to / reference).resolve()
+        path = plugin_file(reference, folder)
+        if path is None:
+            _import(reference, "import")
+            return
         if not path.is_file():
             siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            raise ConfigError("import", f"no such file: {path}", value=reference, nearest=nearest(path.name, siblings))
+            hint = nearest(path.name, siblings)
+            hint = hint and os.path.join(os.path.dirname(reference), hint)
+            raise ConfigError("import", f"no such file: {path}", value=reference, nearest=hint)
         _import_file(path)
     except ConfigError:
         raise

@@ -12,13 +12,14 @@ import inspect
 import pathlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from titan_prores.config import Section, inline, slot_kind
+from titan_prores.config import Key, Section, inline, slot_kind
+from titan_prores.paths import PathRule
 
 _WORDS = {str: "string", bool: "bool", int: "int", float: "float", dict: "table", list: "list", tuple: "list"}
 _WORDS |= {set: "list", frozenset: "list", pathlib.Path: "path", type(None): "nothing"}
@@ -44,15 +45,31 @@ def is_enum(annotation: Any) -> bool:
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The types that a value may have, without None: one unless it is a union."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return alternatives(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(a for inner in typing.get_args(annotation) if inner is not type(None) for a in alternatives(inner))
+    return tuple(map(_bare, _members(annotation)))
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The same with what `Annotated` says about each."""
+    if typing.get_origin(_bare(annotation)) in (typing.Union, types.UnionType):
+        inside = typing.get_args(_bare(annotation))
+        return tuple(member for inner in inside if inner is not type(None) for member in _members(inner))
     return (annotation,)
+
+
+def _bare(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def path_rule(annotation: Any) -> PathRule | None:
+    """What kind of path a type stands for; None where it is something else."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return next((each for each in annotation.__metadata__ if isinstance(each, PathRule)), None)
+    return PathRule() if annotation is pathlib.Path else None
 
 
 def inner_type(annotation: Any, part: str) -> Any:
     """Type of the entry `part` of a list or table type; None where there is no such thing."""
+    annotation = _bare(annotation)
     outer, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if outer in _TABLES and len(inside) == 2:
         return inside[1]
@@ -77,9 +94,9 @@ def type_name(annotation: Any) -> str:
         values = arguments if origin is Literal else [member.value for member in annotation]
         return " | ".join(inline(value) for value in values)
     if origin is typing.Annotated:
-        return type_name(arguments[0])
+        return "path" if path_rule(annotation) else type_name(arguments[0])
     if len(arguments) > 0 and origin in (typing.Union, types.UnionType):
-        return " | ".join(type_name(inner) for inner in alternatives(annotation))
+        return " | ".join(type_name(inner) for inner in _members(annotation))
     if origin is tuple and arguments[1:] != (Ellipsis,):
         return f"[{', '.join(map(type_name, arguments))}]"
     if origin in _COLLECTIONS:
@@ -94,6 +111,32 @@ def type_name(annotation: Any) -> str:
 def type_of(value: Any) -> str:
     """The type of a value as a recipe's author would say it."""
     return _WORDS.get(type(value), type(value).__name__)
+
+
+def with_paths(value: Any, annotation: Any, locate: Callable[[str, PathRule, Key], str], key: Key = ()) -> Any:
+    """A value of TOML with each string that its type calls a path replaced by what `locate` makes of it and its key."""
+    for option in _members(annotation):
+        bare = typing.get_origin(_bare(option)) or _bare(option)
+        if isinstance(value, str):
+            if value in choices(option):
+                return value
+            if rule := path_rule(option):
+                return locate(value, rule, key)
+        elif isinstance(value, Mapping) and (is_section(bare) or bare in _TABLES):
+            fields = bare.model_fields if is_section(bare) else {}
+            return {
+                name: with_paths(
+                    inner, declared(fields[name]) if name in fields else inner_type(option, name), locate, (*key, name)
+                )
+                for name, inner in value.items()
+            }
+        elif isinstance(value, (list, tuple)) and bare in _COLLECTIONS:
+            parts = map(str, range(len(value)))
+            return [
+                with_paths(inner, inner_type(option, part), locate, (*key, part))
+                for part, inner in zip(parts, value, strict=True)
+            ]
+    return value
 
 
 def shaped(value: Any, annotation: Any) -> Any:

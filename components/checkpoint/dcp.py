@@ -16,6 +16,7 @@ from components.checkpoint._folder import CheckpointFolder, FileRecord, records_
 from titan_prores.config import one_of, setting
 from titan_prores.errors import ConfigError
 from titan_prores.log import logger
+from titan_prores.paths import PathInRun, ReadPath
 from titan_prores.protocols import CheckpointSection
 from titan_prores.registry import register
 from titan_prores.run_folder import disk_is_full
@@ -39,7 +40,7 @@ class DistributedCheckpoint:
     """
 
     class Config(CheckpointSection):
-        folder: str = setting("checkpoint", "below the run folder, whose lock keeps a second run from it")
+        folder: PathInRun = setting("checkpoint", "below the run folder, whose lock keeps a second run from it")
         resume: str | int = setting(
             "auto",
             'at start: "auto" = newest checkpoint or a fresh start, "must" = newest or fail, "never" = fresh start or '
@@ -55,7 +56,7 @@ class DistributedCheckpoint:
             "process of its own writes it at low priority, so that training need not share its interpreter with the "
             "writer, for some 300 MB of memory a rank more",
         )
-        init_from: str | None = setting(
+        init_from: ReadPath | None = setting(
             None,
             "a checkpoint's folder, step-<k>, whose weights alone a fresh start takes; everything else starts anew",
         )

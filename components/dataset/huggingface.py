@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from components.dataset._files import refuse_lfs_pointers
 from components.dataset._records import RecordsSection, SkippedRecords
 from titan_prores.config import setting
 from titan_prores.errors import ConfigError, MissingError, nearest
+from titan_prores.paths import PathRule
 from titan_prores.registry import register
+
+# Neither need be a file here: one may be a name on the hub, the other a pattern of the data set's own files or a URL.
+LocalPath = Annotated[str, PathRule()]
+DataFile = Annotated[str, PathRule(glob=True, url=True)]
 
 
 @register("dataset", "huggingface")
@@ -26,13 +31,15 @@ class HuggingFaceDataset:
     class Config(RecordsSection):
         """Settings of the dataset."""
 
-        path: str = setting(help="name on the hub such as allenai/c4, a local folder, or a format such as json")
+        path: LocalPath = setting(help="name on the hub such as allenai/c4, a local folder, or a format such as json")
         subset: str | None = setting(None, "configuration of the data set, such as en")
         split: str = setting(
             "train", "split of the data set, or several as a+b; validation text is held out of it by hash"
         )
         field: str = setting("text", "column that holds the text of a document; meta.text is text in meta")
-        data_files: tuple[str, ...] | None = setting(None, "only these files of the data set; globs, or local paths")
+        data_files: tuple[DataFile, ...] | None = setting(
+            None, "only these files of the data set; globs, or local paths"
+        )
         revision: str | None = setting(None, "branch, tag or commit on the hub; None = its main branch")
         max_documents: int | None = setting(None, "stop after this many; None = all", gt=0)
 

@@ -16,6 +16,7 @@ from components.dataset._records import RecordsSection, SkippedRecords, array_it
 from titan_prores.config import setting
 from titan_prores.errors import ConfigError, MissingError
 from titan_prores.log import logger
+from titan_prores.paths import ReadGlob
 from titan_prores.registry import register
 
 _LINE_FORMATS = (".txt", ".jsonl", ".ndjson", ".json")
@@ -32,9 +33,8 @@ class TextFiles:
     class Config(RecordsSection):
         """Settings of the dataset."""
 
-        files: tuple[str, ...] = setting(
-            help="paths or globs (** for any depth), relative to the working directory; extension tells format: "
-            + _KNOWN,
+        files: tuple[ReadGlob, ...] = setting(
+            help="paths or globs (** for any depth); the extension tells the format: " + _KNOWN,
             on_resume="free",  # a run may move to where its files lie elsewhere; their tokens are compared
             min_length=1,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from components.metrics._scalars import TOGETHER, scalars
 from titan_prores.config import Section, dotted, setting
+from titan_prores.paths import PathInRun
 from titan_prores.protocols import Metric
 from titan_prores.recipe import flatten
 from titan_prores.registry import register
@@ -23,7 +24,7 @@ class TensorBoard(Metric):
     """
 
     class Config(Section):
-        folder: str = setting("tensorboard", "below the run folder")
+        folder: PathInRun = setting("tensorboard", "below the run folder")
         flush_seconds: int = setting(10, "how soon TensorBoard sees new points", unit="seconds", gt=0)
 
     _writer = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError, counted
+from titan_prores.paths import ReadPath
 from titan_prores.prores import table
 from titan_prores.registry import register
 
@@ -18,7 +19,7 @@ class FromTable:
     """alpha from a CSV file of breakpoints, straight lines between them, constant outside."""
 
     class Config(Section):
-        path: str = setting(
+        path: ReadPath = setting(
             help="CSV file with the header step,alpha_1,...,alpha_L and a line for each breakpoint, steps ascending, "
             "alphas from 0 to 1; taken literally",
             on_resume="free", min_length=1,  # what it holds must stay, wherever it lies

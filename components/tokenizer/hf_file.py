@@ -12,6 +12,7 @@ import numpy as np
 from components.tokenizer.tiktoken_file import pieces
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError, MissingError, nearest
+from titan_prores.paths import ReadPath
 from titan_prores.registry import register
 
 _MAX_PIECE = 1_000_000  # characters; the library takes some 200 bytes of memory for each
@@ -35,7 +36,7 @@ class HFFileTokenizer:
     class Config(Section):
         """Settings of the tokenizer."""
 
-        path: str = setting(help="a tokenizer.json, or a folder with one", on_resume="free")
+        path: ReadPath = setting(help="a tokenizer.json, or a folder with one", on_resume="free")
         eot_token: str = setting("<|endoftext|>", "the token that ends every document")
 
     def __init__(self, config: Config) -> None:

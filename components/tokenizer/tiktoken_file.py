@@ -14,6 +14,7 @@ import tiktoken
 
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError, MissingError, nearest
+from titan_prores.paths import ReadPath
 from titan_prores.registry import register
 
 _CL100K = (
@@ -60,7 +61,7 @@ class TiktokenFileTokenizer:
     class Config(Section):
         """Settings of the tokenizer."""
 
-        path: str = setting(help="file of lines 'base64 rank'", on_resume="free")
+        path: ReadPath = setting(help="file of lines 'base64 rank'", on_resume="free")
         pattern: str = setting("llama3", f"how text is split before merging: {', '.join(PATTERNS)}, or a regex")
         special_tokens: tuple[str, ...] | dict[str, int] = setting(
             ("<|endoftext|>",), "a list, whose ids follow the last rank, or a table of name = id"

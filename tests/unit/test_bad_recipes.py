@@ -59,18 +59,18 @@ BAD = {
     "int of 5000 digits": ("[training]\nseed = " + "9" * 5000, [], [["bad.toml", "thousands of digits"]]),
     "NUL": ('[job]\ndump_folder = "a\\u0000b"\n', [], [["bad.toml:2: job.dump_folder", "NUL"]]),
     "base missing": (
-        {"bad.toml": 'base = "bsae.toml"', "base.toml": ""},
+        {"bad.toml": 'base = "./bsae.toml"', "base.toml": ""},
         [],
-        [["bad.toml:1: base = ", "bsae.toml': no such file", "did you mean base.toml?"]],
+        [["bad.toml:1: base = ", "bsae.toml': no such file", "did you mean ./base.toml?"]],
     ),
     "two bases missing": (
-        '\nbase = ["x.toml", "y.toml"]',
+        '\nbase = ["./x.toml", "./y.toml"]',
         [],
         [["bad.toml:2", "x.toml': no such file"], ["bad.toml:2", "y.toml': no such file"]],
     ),
     "base is a folder": ('base = "."', [], [["bad.toml:1: base", "is a folder"]]),
     "base loop": (
-        {"bad.toml": 'base = "b.toml"', "b.toml": '\nbase = ["bad.toml"]'},
+        {"bad.toml": 'base = "./b.toml"', "b.toml": '\nbase = ["./bad.toml"]'},
         [],
         [["b.toml:2: base", "inherits from itself: bad.toml -> b.toml -> bad.toml"]],
     ),
@@ -98,7 +98,7 @@ BAD = {
         [["bad.toml:2: metrics.consol = 5: unknown key", "log_freq, or a table [metrics.<component>]"]],
     ),
     "scalar over table": (
-        {"bad.toml": 'base = "b.toml"\n[transforms]\nprores = 1', "b.toml": "[transforms.prores]"},
+        {"bad.toml": 'base = "./b.toml"\n[transforms]\nprores = 1', "b.toml": "[transforms.prores]"},
         [],
         [["bad.toml:3: transforms.prores = 1: is a table in", "b.toml:1"]],
     ),
@@ -208,7 +208,7 @@ BAD = {
     "plug-in missing": (
         {"bad.toml": '\nimport = "./prat.py"', "part.py": ""},
         [],
-        [["bad.toml:2: import = './prat.py': no such file", "did you mean part.py?"]],
+        [["bad.toml:2: import = './prat.py': no such file", "did you mean ./part.py?"]],
     ),
     "module missing": (
         'import = ["no.such.module"]',

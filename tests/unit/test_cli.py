@@ -82,7 +82,7 @@ def test_help(capsys):
 def test_help_of_components():
     assert "  decay_ratio: float = 0.1   [>= 0, <= 1]\n" in describe("lr_scheduler.wsd")
     assert "  dim: int = 64 from flavor debug   [> 0]\n" in describe("model.llama")
-    assert "  path: string (required)\n" in describe("tokenizer.tiktoken_file")
+    assert "  path: path (required)\n" in describe("tokenizer.tiktoken_file")
     assert '  special_tokens: list of string | table of int = ["<|endoftext|>"]\n' in describe(
         "tokenizer.tiktoken_file"
     )

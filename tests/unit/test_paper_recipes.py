@@ -97,7 +97,7 @@ def test_recipes_of_a_size_are_the_paper_s(size: str) -> None:
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_pair_differs_in_one_line(name: str) -> None:
     lines = (PAPER / f"{name}_prores.toml").read_text().split("\n\n")
-    assert lines[1] == f'base = ["{Path(name).name}.toml"]'
+    assert lines[1] == f'base = ["./{Path(name).name}.toml"]'
     assert lines[3].split() == ["[transforms.prores]", "enabled", "=", "true"] and len(lines) == 4
     without, with_prores = (flatten(recipe(f"paper/{name}{end}", 8).to_dict()) for end in ("", "_prores"))
     differing = {key for key in without | with_prores if without.get(key) != with_prores.get(key)}

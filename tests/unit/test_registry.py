@@ -60,7 +60,7 @@ def run(code: str, *paths: Path, cwd: Path) -> subprocess.CompletedProcess:
 def test_a_file(tmp_path, clean):
     (tmp_path / "mine.py").write_text(SCHEDULE.format(name="half", cls="Half"))
     registry.load_plugin("./mine.py", tmp_path)
-    registry.load_plugin("mine.py", tmp_path)  # the same file again
+    registry.load_plugin(str(tmp_path / "mine.py"), None)  # the same file again
     assert registry.lookup("lr_scheduler", "half").__doc__ == "Half of the peak."
     assert "half" in registry.names("lr_scheduler") and "wsd" in registry.names("lr_scheduler")
     errors = []

@@ -13,6 +13,7 @@ import pytest
 from titan_prores import config, registry
 from titan_prores.config import dotted, slot_kind
 from titan_prores.recipe import SETS, SLOTS, Recipe, changes_since, flatten, resolve
+from titan_prores.setting_types import declared, type_name
 
 DEBUG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -23,6 +24,7 @@ FREE_IN_SAME = {
     "tokenizer.path", "dataset.files",  # where it lies; what it holds is compared, as the tokens that it gives
     "transforms.prores.residual_schedule.path",  # as above: its content has a hash, which is compared
     "transforms.prores.residual_schedule.lr",  # as any other learning rate
+    "dataset.max_skipped_records",  # as files: the tokens are compared
     "dataset.cache_folder", "dataset.num_workers", "dataset.shard_tokens", "dataset.verify",
     "dataset.max_skipped_records",  # the tokens are compared
 }  # fmt: skip
@@ -44,14 +46,16 @@ def recipe_of(*overrides: str) -> Recipe:
     return resolve(config.load(DEBUG, overrides, registry.builtin_folder() / "defaults.toml"))
 
 
-MADE_UP = {str: '"x"', tuple[str, ...]: '["x"]'}
+MADE_UP = {"path": '"x"', "list of path": '["x"]'}
 GIVEN = {dotted(key) for key in flatten(recipe_of().to_dict())}
 
 
 def needed(component: type, key: str) -> list[str]:
     """Overrides for what neither a component nor the recipe has a value of."""
     missing = [(name, info) for name, info in component.Config.model_fields.items() if info.is_required()]
-    return [f"--{key}.{name}={MADE_UP[info.annotation]}" for name, info in missing if f"{key}.{name}" not in GIVEN]
+    return [
+        f"--{key}.{name}={MADE_UP[type_name(declared(info))]}" for name, info in missing if f"{key}.{name}" not in GIVEN
+    ]
 
 
 def built_in(kind: str) -> dict[str, type]:

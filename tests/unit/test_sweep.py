@@ -284,7 +284,7 @@ def test_a_run_may_end_with_a_batch_that_was_passed_over(read) -> None:
 def test_a_full_disk_leaves_the_report_as_it_was(read, tmp_path: Path) -> None:
     report = tmp_path / "README.md"
     report.write_text(text := "Words.\n<!-- sweep:begin -->\n<!-- sweep:end -->\nMore words.\n")
-    sweep = read(head=FILE.replace("seeds =", 'report = "README.md"\nseeds ='))
+    sweep = read(head=FILE.replace("seeds =", 'report = "./README.md"\nseeds ='))
     command.write_tables(Book(sweep))
     assert (
         (written := report.read_text()).startswith("Words.") and written.endswith("More words.\n") and written != text

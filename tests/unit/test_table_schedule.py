@@ -106,13 +106,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_path_is_literal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
     written(tmp_path, TABLE, "alpha.csv")
-    for path in ("~/alpha.csv", "$HOME/alpha.csv", "*.csv", "$(echo alpha).csv"):
+    for path in ("*.csv", "$(echo alpha).csv"):
         with pytest.raises(ConfigError, match="no such file"):
             build(path)
-        if "/" not in path:
-            assert build(written(tmp_path, TABLE, path).name).alpha(0)[0] == 0.5
+        assert build(written(tmp_path, TABLE, path).name).alpha(0)[0] == 0.5
 
 
 def test_the_content_must_stay_and_not_the_place(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from titan_prores import config
 from titan_prores.config import Section, dotted, setting
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.parts import resolve_section
+from titan_prores.paths import PathRule, ReadPath, WritePath, located
 from titan_prores.recipe import SECTIONS, flatten
 
 SEED = "seed"  # the axis that every sweep has; statistics are taken over it
@@ -67,16 +68,16 @@ class Plot(Section):
 class SweepFile(Section):
     """A sweep as its TOML file describes it."""
 
-    recipe: str = setting(help="the recipe that every run starts from, relative to this file", min_length=1)
-    folder: str = setting(help="run folders go below it", min_length=1)
-    results: str | None = setting(
-        None, "folder of the small files that tables are made of, relative to this file; default below `folder`"
+    recipe: ReadPath = setting(help="the recipe that every run starts from", min_length=1)
+    folder: WritePath = setting(help="run folders go below it", min_length=1)
+    results: ReadPath | None = setting(
+        None, "folder of the small files that tables are made of; default below `folder`"
     )
     keep: tuple[str, ...] = setting(
         ("loss", "grad_norm", "validation_loss"),
         "keys of metrics.jsonl whose values are kept with a result, of every step, for scripts/plot.py to draw",
     )
-    report: str | None = setting(None, "a file with marks that tables are written between, relative to this file")
+    report: ReadPath | None = setting(None, "a file with marks that tables are written between")
     ranks: int = setting(1, "processes of each run, more than one by torchrun", ge=1)
     metric: str = setting("validation_loss", "key of metrics.jsonl whose last value is compared; lower is better")
     diverged_above: float | None = setting(None, "a run whose metric ends above this counts as diverged")
@@ -150,11 +151,10 @@ class Sweep:
     def __init__(self, file: SweepFile, path: Path | None, tree: config.Tree) -> None:
         self.file, self.path, self._tree = file, path, tree
         self._errors: list[ConfigError] = []
-        here = path.parent if path else Path()
-        self.recipe = here / file.recipe
+        self.recipe = Path(file.recipe)
         self.folder = Path(file.folder)
-        self.results = here / file.results if file.results else self.folder / "results"
-        self.report = here / file.report if file.report else None
+        self.results = Path(file.results) if file.results else self.folder / "results"
+        self.report = Path(file.report) if file.report else None
         # axis -> value -> changes of the recipe, as dotted key -> value
         self.axes: dict[str, dict[str, dict[str, Any]]] = {
             name: self._axis(name, table) for name, table in file.axes.items()
@@ -247,7 +247,8 @@ class Sweep:
                 labels = [self._name(f"axes.{name}", label(value)) for value in values]
                 if twice := [text for text in dict.fromkeys(labels) if labels.count(text) > 1]:
                     self._refuse(f"axes.{name}.values", "are there twice", value=twice)
-                return {text: {key: value} for text, value in zip(labels, values, strict=True)}
+                place = ("axes", name, "values")
+                return {text: {key: self._placed(value, place)} for text, value in zip(labels, values, strict=True)}
             return {}
         found = {}
         for value, changes in table.items():
@@ -257,10 +258,25 @@ class Sweep:
                     allowed='a table such as { model.norm = "post" }, or key and values of the whole axis',
                 )  # fmt: skip
                 continue
-            found[self._name(f"axes.{name}", value)] = {dotted(key): inner for key, inner in flatten(changes).items()}
+            found[self._name(f"axes.{name}", value)] = {
+                dotted(key): self._placed(inner, ("axes", name, value, *key)) for key, inner in flatten(changes).items()
+            }
         if not found:
             self._refuse(f"axes.{name}", "has no values")
         return found
+
+    def _placed(self, value: Any, key: config.Key) -> Any:
+        """A value for a command line, where a path that counts from this file would count from the working directory.
+
+        Which of a recipe's strings are paths is not known here: all that begin with ./ or ../ are taken for one.
+        """
+        if isinstance(value, str) and value.startswith(("./", "../")):
+            return located(value, self._tree.folder_of(key), PathRule(glob=True))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._placed(entry, key) for entry in value)
+        if isinstance(value, Mapping):
+            return {name: self._placed(inner, (*key, name)) for name, inner in value.items()}
+        return value
 
     def _name(self, key: str, text: str) -> str:
         """A value's name, which is a part of folder names."""
@@ -415,7 +431,9 @@ class Sweep:
 
     def overrides(self, run: Run) -> list[str]:
         """The command-line arguments that make the recipe this run's; values not known yet are left out."""
-        changes = {dotted(key): value for key, value in flatten(self.file.settings).items()}
+        changes = {
+            dotted(key): self._placed(value, ("settings", *key)) for key, value in flatten(self.file.settings).items()
+        }
         for axis, value in run.values.items():
             if axis == SEED:
                 changes["training.seed"] = int(value)
