@@ -254,8 +254,10 @@ def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
         if trainer.failures is not None:
             trainer.failures.report(Failure.of(error, rank, trainer.stage, signal=str(error)))
         if rank == 0:
-            logging.getLogger("titan_prores").warning("stopped by %s in %s, nothing to save", error, trainer.stage)
-            tell_torchrun(f"stopped by {error} in {trainer.stage}, nothing to save")
+            lost = f"steps after {trainer.saved_step} are trained again" if trainer.step > trainer.saved_step else ""
+            text = f"stopped by {error} in {trainer.stage}, {lost or 'nothing to save'}"
+            logging.getLogger("titan_prores").warning(text)
+            tell_torchrun(text)
         return EXIT_STATUS
     report_failure(error, rank, trainer.stage, trainer.failures, trainer.log_file)
     return 1

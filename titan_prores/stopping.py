@@ -70,6 +70,11 @@ class StopRequest:
             signal.signal(number, self._receive)
         return self
 
+    @property
+    def age(self) -> float:
+        """Seconds since the signal; 0 without one."""
+        return time.monotonic() - self._at if self.name is not None else 0.0
+
     def ignore(self) -> None:
         """Ignore them from now on: everything is saved, and the process ends by itself."""
         for number in signals():

@@ -20,7 +20,7 @@ from titan_prores.build import (
     prepare_data,
     transform_model,
 )
-from titan_prores.data import TokenWindows, microbatches
+from titan_prores.data import DataError, TokenWindows, microbatches
 from titan_prores.errors import counted
 from titan_prores.failures import FailureBoard
 from titan_prores.garbage import ScheduledCollection
@@ -35,16 +35,20 @@ from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
 from titan_prores.records import Records, perplexity
 from titan_prores.run_folder import RunFolder
 from titan_prores.saving import Saver
-from titan_prores.stopping import Agreement, StopRequest
+from titan_prores.stopping import Agreement, Stopped, StopRequest
 from titan_prores.throughput import Throughput
 from titan_prores.transform import computing, load_states, states
-from titan_prores.watchdog import Watchdog
+from titan_prores.watchdog import FOR_DATA, Watchdog, group_timeout
+
+# How long a rank that was signalled goes on waiting for its data, while others may wait for it.
+DATA_GRACE_SECONDS = 5.0
 
 
 class Trainer:
     """Builds everything that a recipe names, and trains. Making one does nothing yet; all methods are collective.
 
     Attributes:
+        saved_step: completed updates at the last checkpoint that was written or loaded; 0 without one.
         step: completed optimizer updates, passed-over batches included.
         samples: sequences trained on so far; the position in the data.
         stage: what it is doing, for the account of a failure.
@@ -61,7 +65,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.world, self.own_weights = recipe, world, own_weights
         self.stop_request = stop_request or StopRequest()
-        self.step = self.samples = 0
+        self.step = self.samples = self.saved_step = 0
         self.nonfinite = NonFinitePolicy(recipe.training)
         self.stage = "building the run"
         self.failures: FailureBoard | None = None
@@ -131,7 +135,8 @@ class Trainer:
         self._begin("loading the checkpoint")
         self.saver.load(step, self.model, self.optimizer)
         load_states(self.parts.transforms, meta.get("transforms", {}), step)
-        self.step, self.samples = step, meta["samples"]
+        self.step = self.saved_step = step
+        self.samples = meta["samples"]
         self.nonfinite.load_state(meta)
 
     def train(self) -> dict[str, Any]:
@@ -164,7 +169,11 @@ class Trainer:
                 if self.samples in self.nonfinite.pass_over:
                     self.pass_over_batch()
                 else:
-                    self.train_step()
+                    try:
+                        self.train_step()
+                    except Stopped:  # before it began, as its data do not come
+                        if self.mesh.size > 1 or self.step == self.saved_step:
+                            raise
                 self.stopped = self.agreement.after_step(self.step, "stop", self.stop_request.name)
                 with self.clock.paused():
                     profile.step()
@@ -190,6 +199,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer update: number `self.step + 1`."""
+        sample, count = self.samples, self.microbatches_a_step
+        batches = [[t.to(self.mesh.device, non_blocking=True) for t in self.next_batch()] for _ in range(count)]
         for transform in self.transforms:
             transform.before_step(self.step)
         factor = self.parts.lr_scheduler.factor(self.step)
@@ -198,8 +209,6 @@ class Trainer:
         # Random numbers depend on what is computed, not on what was computed before: no state to save.
         torch.manual_seed(name_seed(self.recipe.training.seed, f"step {self.step} rank {self.mesh.data_rank}"))
 
-        sample, count = self.samples, self.microbatches_a_step
-        batches = [[t.to(self.mesh.device, non_blocking=True) for t in next(self.loader)] for _ in range(count)]
         valid = sum((labels_BS != -100).sum() for _, labels_BS in batches)
         valid = self.mesh.sum_over_data(valid)
         loss_sum = torch.zeros((), device=self.mesh.device)
@@ -241,7 +250,7 @@ class Trainer:
     def pass_over_batch(self) -> None:
         """Take the microbatches of update number `self.step + 1`, and leave the weights as they are."""
         for _ in range(self.microbatches_a_step):
-            next(self.loader)
+            self.next_batch()
         self.mesh.barrier()  # every step ends together, as `Agreement` relies on
         self.step += 1
         self.samples += self.batch_size
@@ -268,8 +277,26 @@ class Trainer:
         self.loader = microbatches(
             self.windows, seed=training.seed, start_position=self.samples, local_batch_size=training.local_batch_size,
             data_rank=self.mesh.data_rank, data_ranks=self.mesh.data_size,
-            num_workers=self.recipe.slots["dataset"].config.num_workers,
+            num_workers=self.recipe.slots["dataset"].config.num_workers, waiting=self._wait_for_data,
         )  # fmt: skip
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next microbatch of this rank, (tokens_BS, labels_BS)."""
+        with self.watchdog.doing(FOR_DATA):
+            return next(self.loader)
+
+    def _wait_for_data(self, seconds: float) -> None:
+        """Called about once a second while the data workers give nothing.
+
+        Raises:
+            Stopped: a signal came. Alone, a rank can stop at once; others may be in the step's collectives already, and
+                this one should rather join them.
+            DataError: nothing has come for longer than a collective may take.
+        """
+        if (name := self.stop_request.name) and (self.mesh.size == 1 or self.stop_request.age > DATA_GRACE_SECONDS):
+            raise Stopped(name)
+        if seconds > group_timeout(self.watchdog.timeout).total_seconds():
+            raise DataError(f"no batch for {seconds:.0f} s, from data workers that are alive")
 
     def _validation_is_due(self) -> bool:
         """Whether there is to be a validation after the step that is done."""
@@ -309,6 +336,7 @@ class Trainer:
         if self.validated_step == self.step:
             meta["validation_loss"] = self.last_validation.get("validation_loss")
         self.saver.save(self.step, self.model, self.optimizer, meta)
+        self.saved_step = self.step
 
     def close(self) -> None:
         """End a run that went well: let the folder go and leave the process group together."""

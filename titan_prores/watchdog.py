@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # The message comes at most two polls (2 s) after the timeout; the process group must still be waiting then.
 MARGIN_SECONDS = 10
+FOR_DATA = "waiting for data"
 
 
 def group_timeout(seconds: float) -> timedelta:
@@ -91,6 +93,20 @@ class Watchdog:
         self._patient = patient
         self._state = (step, what, self._state[2], time.time())
         self._reported = False
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Say what this rank does for a while, which may be late; unlike `mark` this is no progress."""
+        step, before, collectives, since = self._state
+        self._state = (step, what, collectives, since)
+        yield
+        step, _, collectives, since = self._state
+        self._state = (step, before, collectives, since)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds without progress that are reported."""
+        return self._timeout
 
     def set_timeout(self, seconds: float) -> None:
         """Use another timeout from now on: the first step, which compiles and allocates, may take far longer."""
@@ -183,6 +199,8 @@ def stall_message(rank: int, everyone: dict[int, Progress | None], late: Sequenc
     mine = everyone[rank]
     head = f"rank {rank}: no progress for {now - mine.since:.0f} s ({_describe(mine)})"
     if len(late) == len(everyone):
+        if all(progress.what == FOR_DATA for progress in everyone.values()):
+            return f"{head}; look at the data workers and at the disk that they read"
         return f"{head}; no rank is behind the others, so look at the network or at the last operation"
     shown = []
     for other in late[:8]:

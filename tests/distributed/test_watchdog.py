@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.distributed.spawn import run_ranks
-from titan_prores.watchdog import Progress, Watchdog, late_ranks, stall_message
+from titan_prores.watchdog import FOR_DATA, Progress, Watchdog, late_ranks, stall_message
 
 TIMEOUT = 2.0  # longer than a step takes where other tests run beside it
 
@@ -98,9 +98,26 @@ def test_late_ranks(places, late):
 def test_message_when_no_rank_is_behind_and_when_one_is_gone():
     everyone = {r: Progress(5, 9, "training", since=100, published=200) for r in range(2)}
     assert "no rank is behind" in stall_message(0, everyone, [0, 1], now=200)
+    waiting = {rank: Progress(5, 9, FOR_DATA, since=100, published=200) for rank in (0, 1)}
+    assert stall_message(0, waiting, [0, 1], now=200) == (
+        "rank 0: no progress for 100 s (waiting for data, 9 collectives begun); "
+        "look at the data workers and at the disk that they read"
+    )
     everyone[1] = Progress(5, 8, "validating", since=90, published=100)
     message = stall_message(0, everyone, [1], now=200)
     assert message == (
         "rank 0: no progress for 100 s (training, 9 collectives begun); "
         "late: rank 1 (validating, 8 collectives begun, for 110 s; no sign of life for 100 s)"
     )
+
+
+def test_what_a_rank_does_meanwhile_is_no_progress():
+    import torch.distributed as dist
+
+    watchdog = Watchdog(dist.HashStore(), 0, 1, 60)
+    watchdog.mark(3, "step 3")
+    begun = watchdog._look()
+    with watchdog.doing(FOR_DATA):
+        waiting = watchdog._look()
+    assert (waiting.what, waiting.place, waiting.since) == (FOR_DATA, begun.place, begun.since)
+    assert watchdog._look().what == "step 3"

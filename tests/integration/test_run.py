@@ -283,7 +283,7 @@ def test_interrupt_leaves_no_process_and_can_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_a_second_one_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*debug(run, "--training.steps=5000"))

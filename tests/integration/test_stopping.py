@@ -113,6 +113,27 @@ def test_a_signal_in_the_last_step_costs_no_validation(tmp_path: Path, monkeypat
         assert validations == [row for row in rows(tmp_path / "straight") if row.get("validation")]
 
 
+def test_a_run_whose_data_do_not_come_can_be_stopped(tmp_path: Path) -> None:
+    """Its worker hangs: one signal ends the run, with all steps saved that were done."""
+    run = tmp_path / "run"
+    own = debug(run, "--training.steps=5000", "--dataset.num_workers=1", "--validation.enabled=false")
+    process = start(*own)
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.suspend()
+    time.sleep(3)  # what it had read ahead is used up
+    process.send_signal(signal.SIGTERM)
+    finished = finish(process, timeout=30)
+    assert finished.status == 75, finished.text
+    status = json.loads((run / "status.json").read_text())
+    done = max(losses(run))
+    assert (status["state"], status["step"], status["signal"]) == ("stopped", done, "SIGTERM")
+    assert (run / f"checkpoint/step-{done:08d}").is_dir()
+    assert f"everything saved: the same command goes on after step {done}" in finished.out
+
+
 def test_ranks_whose_torchrun_is_killed_end(tmp_path: Path) -> None:
     """One that waits for the other, and one that has not yet looked for it; not after init_timeout_seconds."""
     waiting = tmp_path / "waiting.py"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from itertools import islice
@@ -16,7 +19,15 @@ import numpy as np
 import pytest
 import torch
 
-from titan_prores.data import IGNORED_LABEL, TokenStream, TokenWindows, microbatches, sample_windows, window_order
+from titan_prores.data import (
+    IGNORED_LABEL,
+    DataError,
+    TokenStream,
+    TokenWindows,
+    microbatches,
+    sample_windows,
+    window_order,
+)
 from titan_prores.data.shards import Shard
 from titan_prores.errors import ConfigError
 from titan_prores.recipe import Training, global_batch_size
@@ -265,6 +276,66 @@ def test_refuses_at_once_what_is_out_of_range(windows, changed):
     settings = dict(seed=1, start_position=0, local_batch_size=2, data_rank=0, data_ranks=1, num_workers=0)
     with pytest.raises(ValueError):
         microbatches(windows, **settings | changed)
+
+
+class Troubled(TokenWindows):
+    """Windows that cannot be read from the fifth on: it raises, ends its process, or takes for ever."""
+
+    def __init__(self, windows, how):
+        self.__dict__.update(windows.__dict__)
+        self.how, self.read = how, 0
+
+    def __getitem__(self, window):
+        self.read += 1
+        if self.read > 4:
+            if self.how == "raise":
+                raise ValueError("the shard is gone")
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(window)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how, said", [
+    ("raise", "data worker 0: ValueError: the shard is gone"),
+    ("kill", r"killed by signal|exited unexpectedly"),
+    ("hand over", "exited unexpectedly"),
+    ("hang", "no more patience"),
+])  # fmt: skip
+def test_a_worker_that_cannot_work_ends_the_iterator(windows, how, said, monkeypatch, capfd):
+    from titan_prores.data import loader
+
+    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(loader, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    if how == "hand over":
+        monkeypatch.setattr(loader, "_as_arrays", lambda samples: [lambda: "no queue takes this"])
+    waited = []
+
+    def waiting(seconds):
+        waited.append(seconds)
+        if how == "hang" and seconds > 0.5:
+            raise RuntimeError("no more patience")
+
+    with pytest.raises((DataError, RuntimeError), match=said):  # SIGCHLD's handler may be first, and say the same
+        take(Troubled(windows, how), 9, num_workers=1, waiting=waiting)
+    assert how != "hang" or waited[0] < 0.5
+    if how == "hand over":
+        assert "data worker 0 cannot hand over a batch: " in capfd.readouterr().err
+    assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.timeout(60)
+def test_workers_need_no_socket(windows, tmp_path, monkeypatch):
+    """A path to one may have 107 characters, and a TMPDIR alone as many."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    for found, expected in zip(take(windows, 3, num_workers=1), take(windows, 3), strict=True):
+        assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
 SIGNALLED = """

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -122,3 +123,26 @@ def test_a_forked_worker_ends_as_it_always_would(request_: StopRequest) -> None:
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+@pytest.mark.parametrize("size, signalled, age, seconds, ends", [
+    (1, None, 0, 100, None),
+    (1, "SIGTERM", 0, 1, "SIGTERM"),
+    (2, "SIGTERM", 1, 1, None),  # the others may be in a collective, and it joins them once its data are there
+    (2, "SIGTERM", 6, 6, "SIGTERM"),
+    (2, None, 0, 111, "no batch for 111 s"),
+])  # fmt: skip
+def test_waiting_for_data_can_be_stopped(
+    size: int, signalled: str | None, age: float, seconds: float, ends: str | None
+) -> None:
+    from titan_prores.data import DataError
+    from titan_prores.trainer import Trainer
+
+    asked = SimpleNamespace(name=signalled, age=age)
+    mesh, watchdog = SimpleNamespace(size=size), SimpleNamespace(timeout=100)
+    trainer = SimpleNamespace(stop_request=asked, mesh=mesh, watchdog=watchdog)
+    if ends is None:
+        Trainer._wait_for_data(trainer, seconds)
+        return
+    with pytest.raises((Stopped, DataError), match=ends):
+        Trainer._wait_for_data(trainer, seconds)

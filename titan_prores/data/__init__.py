@@ -1,11 +1,12 @@
 """Data: documents to token shards, token shards to windows, windows to the microbatches of a rank."""
 
-from titan_prores.data.loader import IGNORED_LABEL, TokenWindows, microbatches
+from titan_prores.data.loader import IGNORED_LABEL, DataError, TokenWindows, microbatches
 from titan_prores.data.order import sample_windows, window_order
 from titan_prores.data.shards import TokenCache, TokenStream, prepare
 
 __all__ = [
     "IGNORED_LABEL",
+    "DataError",
     "TokenCache",
     "TokenStream",
     "TokenWindows",

@@ -5,10 +5,13 @@ Shape suffixes: B = sequences of a microbatch, S = tokens of a sequence.
 
 from __future__ import annotations
 
+import multiprocessing.queues
 import os
+import re
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -21,6 +24,12 @@ from titan_prores.errors import ConfigError
 IGNORED_LABEL = -100
 
 _PLANNED_MICROBATCHES = 64  # positions are permuted for this many at once: numpy's cost is per call, not per position
+POLL_SECONDS = 1.0
+_OF_WORKER = re.compile(r"in DataLoader worker process (\d+)\.")
+
+
+class DataError(Exception):
+    """A data worker failed or ended; no batches come from it any more."""
 
 
 class TokenWindows(Dataset):
@@ -85,6 +94,7 @@ def microbatches(
     data_rank: int,
     data_ranks: int,
     num_workers: int,
+    waiting: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless microbatches (tokens_BS, labels_BS), int64, of one data-parallel rank.
 
@@ -99,16 +109,19 @@ def microbatches(
         local_batch_size: B.
         data_rank, data_ranks: this rank among those that get different samples.
         num_workers: processes that read ahead; 0 reads in this one. They end when the iterator is closed or dropped.
+        waiting: called about every POLL_SECONDS while workers give no batch, with the seconds since that began; what it
+            raises ends the iterator.
 
     Raises:
         ValueError: an argument is out of range.
+        DataError: from the iterator, where a worker failed or ended.
     """
     if not 0 <= data_rank < data_ranks:
         raise ValueError(f"data_rank must be in [0, {data_ranks}), not {data_rank}")
     if start_position < 0 or local_batch_size < 1 or num_workers < 0:
         raise ValueError("start_position and num_workers must not be negative, local_batch_size must be positive")
     plan = _BatchPlan(len(windows), seed, start_position, local_batch_size, data_rank, data_ranks)
-    return _load(windows, plan, num_workers)
+    return _load(windows, plan, num_workers, waiting)
 
 
 class _BatchPlan:
@@ -131,7 +144,9 @@ class _BatchPlan:
             first += _PLANNED_MICROBATCHES * self.stride
 
 
-def _load(windows: TokenWindows, plan: _BatchPlan, num_workers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _load(
+    windows: TokenWindows, plan: _BatchPlan, num_workers: int, waiting: Callable[[float], None]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
@@ -141,25 +156,66 @@ def _load(windows: TokenWindows, plan: _BatchPlan, num_workers: int) -> Iterator
             windows,
             batch_sampler=plan,
             num_workers=num_workers,
+            collate_fn=_as_arrays,
             # A worker ends with its parent, which under forkserver is another process than this.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             persistent_workers=num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_leave_process_group,
+            worker_init_fn=_start_worker,
             generator=torch.Generator().manual_seed(0),  # else it would draw from the global one, which is dropout's
             snapshot_every_n_steps=sys.maxsize,
         )
     batches = iter(loader)
+    workers = batches._workers if num_workers else []
+    if num_workers:
+        batches._timeout = POLL_SECONDS  # not from the start: a busy machine may take longer to start the workers
+    pin = torch.cuda.is_available()
     try:
-        for batch in batches:
-            yield tuple(batch)
+        while True:
+            arrays = _next(batches, waiting)
+            tensors = map(torch.from_numpy, arrays)
+            yield tuple(tensor.pin_memory() if pin else tensor for tensor in tensors)
     finally:
         # The pool ends with its last reference; the loader holds one to persistent workers.
         del batches
         loader._iterator = None
+        for worker in workers:  # one that hangs would be waited for at the end of this process
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
 
 
-def _leave_process_group(worker: int) -> None:
+def _as_arrays(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> list[np.ndarray]:
+    """A microbatch as workers hand it over: arrays go through a pipe, where tensors take shared memory and sockets,
+    for which a container may lack room and a long TMPDIR the name."""
+    return [np.stack([each.numpy() for each in column]) for column in zip(*samples, strict=True)]
+
+
+def _next(batches: Iterator[list[np.ndarray]], waiting: Callable[[float], None]) -> list[np.ndarray]:
+    """The next microbatch, with `waiting` called about every POLL_SECONDS until it is there."""
+    started = time.monotonic()
+    while True:
+        try:
+            return next(batches)
+        except Exception as error:
+            text = str(error)
+            if text.startswith("DataLoader timed out"):
+                waiting(time.monotonic() - started)
+            elif found := _OF_WORKER.search(text):  # what follows is the worker's traceback
+                raise DataError(f"data worker {found[1]}: {text.strip().splitlines()[-1]}") from error
+            elif text.startswith("DataLoader worker"):
+                raise DataError(text) from error
+            else:
+                raise
+
+
+def _start_worker(worker: int) -> None:
     # torchrun and a terminal signal the whole group. The trainer answers to that with a last checkpoint, and an
     # abruptly ended worker would keep it from getting there. Workers notice by themselves when their parent is gone.
     os.setpgid(0, 0)
+
+    def give_up(error: Exception, batch: object) -> None:
+        """As things are, Python drops what a queue cannot hand over, and the trainer would wait for it for ever."""
+        os.write(2, f"data worker {worker} cannot hand over a batch: {type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(give_up)
