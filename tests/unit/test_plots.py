@@ -261,6 +261,7 @@ def test_metric_against_steps_tokens_and_hours(tmp_path: Path) -> None:
         at = [0, *(expected[step - 1] for step in (20, 40, 60))]
         assert lines(validation)["run"] == (pytest.approx(at), [9.0, 3.0, 1.0, -1.0])
         assert loss.get_xlabel() == validation.get_xlabel() == label
+        assert loss.get_xlim() == validation.get_xlim()
     figure = draw("metric", run, "--key", "loss", "--key", "validation_loss", "--ema", "0.9", "--log-x", "--log-y")
     loss, validation = figure.axes
     assert lines(loss)["run"][1] == pytest.approx(ema(1.0 / np.array([*seconds]), 0.9))

@@ -167,7 +167,9 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert command.main(arguments) == 0
     out = capsys.readouterr().out
     assert "# 0 have ended, 8 are left" in out and out.count("--training.steps=5 ") == 8
-    assert "# optimizer.lr=0.001,model.norm=pre,seed=0\n" in out
+    assert (
+        "# lr=0.001,norm=pre,seed=0\n" in out and f"--job.dump_folder={tmp_path}/optimizer.lr=0.001,model.norm=" in out
+    )
 
     assert command.main([*arguments, "--pair", "model.nrm"]) == 2
     assert command.main([*arguments, "--axis", "model.norm=pre,prr"]) == 2
@@ -229,6 +231,12 @@ def test_collect_and_list_of_a_sweep_without_a_file(tmp_path: Path, capsys: pyte
 
     assert command.main([*arguments, "--list"]) == 0
     listed = capsys.readouterr().out
+    assert "lr=0.002,norm=post,seed=1 " in listed and "optimizer" not in listed
+    for name in ("lr=0.001,norm=pre,seed=0", "optimizer.lr=0.001,model.norm=pre,seed=0"):  # both ended
+        assert command.main([*arguments, "--only", name]) == 0
+        assert "with --collect makes the tables" in capsys.readouterr().out
+    assert command.main([*arguments, "--only", "lr=0.001,norm=pree,seed=0"]) == 2
+    assert "did you mean lr=0.001,norm=pre,seed=0?" in capsys.readouterr().err
     assert "in steps" in listed and listed.count("seconds") == 8 and f"tables: {tmp_path}/results/table.md" in listed
 
     assert command.main([*arguments]) == 0, "with nothing left to run it ends with its table, too"

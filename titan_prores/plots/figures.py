@@ -164,7 +164,7 @@ class Panel:
 def measurements(panels: Sequence[Panel], x: str, decay: float | None, *, log_x: bool, log_y: bool) -> Figure:
     """A panel for each entry: runs by label, or one run's layers coloured by depth.
 
-    Panels of one unit share their vertical axis.
+    All share their positions, and panels of one unit their values.
 
     Args:
         panels: what is drawn.
@@ -183,6 +183,8 @@ def measurements(panels: Sequence[Panel], x: str, decay: float | None, *, log_x:
         first: dict[str, Axes] = {}  # unit -> its first axis
         coloured = []
         for axis, panel in zip(axes, panels, strict=False):
+            if axis is not axes[0]:
+                axis.sharex(axes[0])
             if axis is not first.setdefault(panel.unit, axis):
                 axis.sharey(first[panel.unit])
             seen: set[str] = set()

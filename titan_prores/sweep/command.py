@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         else:
             for run in left:
                 waits = [str(value) for value in run.values.values() if not isinstance(value, str)]
-                print(f"# {run.name}" + (f": waits for the {', '.join(waits)}" if waits else ""))
+                print(f"# {sweep.title(run)}" + (f": waits for the {', '.join(waits)}" if waits else ""))
                 if not waits:
                     print(shlex.join(command(sweep, run)))
             print(f"# {len(book.runs()) - len(left)} have ended, {len(left)} are left")
@@ -156,7 +156,7 @@ def _list(book: Book) -> None:
         state = "waits" if run.waits else result.state
         at = f"{result.step} of {result.steps}" if result.steps else ""
         took = duration(result.seconds) if result.ended else ""
-        rows.append([run.name, state, at, took, f"{value:.4f}" if value is not None else "", result.error])
+        rows.append([book.sweep.title(run), state, at, took, f"{value:.4f}" if value is not None else "", result.error])
     show(str(book.sweep.folder), ["run", "state", "step", "in steps", book.sweep.file.metric, "why"], rows)
     print(_place(book.sweep))
 

@@ -425,6 +425,10 @@ class Sweep:
         means = {value: sum(found) / len(found) for value, found in tried.items() if all(map(math.isfinite, found))}
         return min(means, key=means.__getitem__) if means else None
 
+    def title(self, run: Run) -> str:
+        """The run's name with its axes as tables call them."""
+        return ",".join(f"{self.titles.get(axis, axis)}={value}" for axis, value in run.values.items())
+
     def runs_of(self, grid: str) -> Iterator[Run]:
         """The runs of a grid, those included that an earlier grid has too."""
         return self._combinations(grid, self.grids[grid])

@@ -206,10 +206,10 @@ class Runner:
         Raises:
             ConfigError: a name of `only` is no run, or a run was refused.
         """
-        wanted = set(only)
-        names = [run.name for run in self.book.runs()]
-        for name in wanted - set(names):
-            raise ConfigError("--only", "is no run of this sweep", value=name, nearest=nearest(name, names))
+        titles = {self.sweep.title(run): run.name for run in self.book.runs()}
+        wanted = {titles.get(name, name) for name in only}
+        for name in wanted - set(titles.values()):
+            raise ConfigError("--only", "is no run of this sweep", value=name, nearest=nearest(name, titles))
         self.book.keep_all()
         with self._signals():
             try:
@@ -223,7 +223,7 @@ class Runner:
         left = [run for run in self.book.runs() if not wanted or run.name in wanted]
         for run in left:
             if run.waits:
-                self.say(f"{run.name}: cannot run, none of what it waits for ended well")
+                self.say(f"{self.sweep.title(run)}: cannot run, none of what it waits for ended well")
         return int(any(run.waits or self.book.result(run).state == "failed" for run in left))
 
     def _step(self, wanted: set[str]) -> bool:
@@ -259,7 +259,7 @@ class Runner:
             return False
         if run.name not in self._elsewhere:
             self._elsewhere.add(run.name)
-            self.say(f"{run.name}: another process is at it; waiting for that")
+            self.say(f"{self.sweep.title(run)}: another process is at it; waiting for that")
         return True
 
     def _start(self, run: Run) -> None:
@@ -271,7 +271,7 @@ class Runner:
         self.book.started.add(run.name)
         runs = self.book.runs()
         number = [other.name for other in runs].index(run.name) + 1
-        self.say(f"[{number}/{len(runs)}] {run.name}: {'goes on' if _stamp(folder) else 'starts'}")
+        self.say(f"[{number}/{len(runs)}] {self.sweep.title(run)}: {'goes on' if _stamp(folder) else 'starts'}")
         before = _stamp(folder)
         environment = environment_of_children()
         environment.setdefault("OMP_NUM_THREADS", str(max(cores() // (self.jobs * self.sweep.file.ranks), 1)))
@@ -291,10 +291,10 @@ class Runner:
         result = self.book.look(run)
         told = _stamp(folder) != child.before
         if result.state == "unfinished" and told and _state(folder) == "stopped":
-            self.stopped = self.stopped or f"a signal to {run.name}"
+            self.stopped = self.stopped or f"a signal to {self.sweep.title(run)}"
             return
         if status == EXIT_STATUS or (self.stopped and status):
-            self.stopped = self.stopped or f"a signal to {run.name}"
+            self.stopped = self.stopped or f"a signal to {self.sweep.title(run)}"
             return
         if status == 2 and self._is_elsewhere(run):
             return  # which came between our look and its start
@@ -308,7 +308,7 @@ class Runner:
         self.book.keep(run, result)
         metric = self.sweep.file.metric
         shown = f"{metric} {result.final[metric]:.4f}" if result.state == "finished" else result.error
-        self.say(f"{run.name}: {how}, {shown}")
+        self.say(f"{self.sweep.title(run)}: {how}, {shown}")
         self.after_each()
 
     @contextmanager
