@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -92,6 +93,8 @@ def _launch(arguments: Sequence[str], passing: _Passing) -> int:
     )
 
     build_components(recipe, plan_mesh(recipe.parallelism, size))
+    if options.nnodes == 1:
+        _check_loopback()  # torch's launcher would try again for minutes
     environment = environment_of_children()
     environment.setdefault("OMP_NUM_THREADS", str(max(cores() // ranks, 1)))
     os.environ.update(environment)  # which is what torch's launcher hands on
@@ -181,6 +184,17 @@ def _keep_traceback(failure: ProcessFailure, log_file: Path) -> None:
                 print(f"  traceback in {log_file}", file=sys.stderr)
     except OSError:
         print(traceback, file=sys.stderr)
+
+
+def _check_loopback() -> None:
+    """Raise MissingError where processes of this machine cannot talk to each other."""
+    from titan_prores.mesh import no_interface
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        raise no_interface() from error
 
 
 def _count(text: str) -> int:

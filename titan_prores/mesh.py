@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_prores.errors import ConfigError, ConfigErrors, counted
+from titan_prores.errors import ConfigError, ConfigErrors, MissingError, counted
 from titan_prores.failures import PeerError
 from titan_prores.watchdog import group_timeout
 
@@ -183,6 +183,9 @@ def start(degrees: Mapping[str, int], device: torch.device, world: World, timeou
         degrees: axis -> degree; their product is the world's size.
         device: this rank's device; decides between nccl and gloo.
         timeout_seconds: of every collective.
+
+    Raises:
+        MissingError: this machine has no network interface that gloo could use.
     """
     if dist.is_initialized():
         return Mesh(degrees, device, dist.distributed_c10d._get_default_store())
@@ -197,10 +200,22 @@ def start(degrees: Mapping[str, int], device: torch.device, world: World, timeou
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
-    )
+    try:
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
+        )
+    except RuntimeError as error:
+        if "Unable to find" not in str(error):  # an interface, or its address
+            raise
+        if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+            raise MissingError("GLOO_SOCKET_IFNAME", "is not a network interface here", value=name) from error
+        raise no_interface() from error
     return Mesh(degrees, device, store)
+
+
+def no_interface() -> MissingError:
+    """What is wrong with a machine on which not even the ranks of one run could talk to each other."""
+    return MissingError("", "no network interface is up, not even that of this machine to itself (ip link set lo up)")
 
 
 def start_fake(degrees: Mapping[str, int]) -> Mesh:

@@ -122,3 +122,26 @@ def test_a_place_that_no_launcher_gives(
         monkeypatch.setenv(name, value)
     assert main(["--config", str(DEBUG), "--job.device=cpu"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_machine_without_a_network_is_told_so(
+    started: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    assert main(["launch", "--nproc", "2", "--config", str(DEBUG)]) == 2
+    assert "error: no network interface is up" in capsys.readouterr().err and not started
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from titan_prores import mesh
+    from titan_prores.errors import MissingError
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch")
+    with pytest.raises(MissingError, match="GLOO_SOCKET_IFNAME = 'nonesuch': is not a network interface here"):
+        mesh.start({"dp_replicate": 1, "dp_shard": 1, "tp": 1}, torch.device("cpu"), mesh.World(0, 0, 1), 60)
+    assert not torch.distributed.is_initialized()

@@ -78,7 +78,7 @@ class SweepFile(Section):
         "keys of metrics.jsonl whose values are kept with a result, of every step, for scripts/plot.py to draw",
     )
     report: ReadPath | None = setting(None, "a file with marks that tables are written between")
-    ranks: int = setting(1, "processes of each run, more than one by torchrun", ge=1)
+    ranks: int = setting(1, "processes of each run, more than one by titan-prores launch", ge=1)
     metric: str = setting("validation_loss", "key of metrics.jsonl whose last value is compared; lower is better")
     diverged_above: float | None = setting(None, "a run whose metric ends above this counts as diverged")
     settings: dict[str, Any] = setting({}, "part of a recipe that all runs share")

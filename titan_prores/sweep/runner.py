@@ -156,10 +156,8 @@ class Book:
 
 def command(sweep: Sweep, run: Run) -> list[str]:
     """What starts a run."""
-    launcher = [sys.executable]
-    if sweep.file.ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(sweep.file.ranks)]
-    return [*launcher, "-m", "titan_prores.cli", "--config", str(sweep.recipe), *sweep.overrides(run)]
+    launcher = ["launch", "--nproc", str(sweep.file.ranks)] if sweep.file.ranks > 1 else []
+    return [sys.executable, "-m", "titan_prores.cli", *launcher, "--config", str(sweep.recipe), *sweep.overrides(run)]
 
 
 @dataclass
