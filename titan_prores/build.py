@@ -11,11 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from titan_prores import registry
 from titan_prores.activation_bytes import ActivationBytes, step_bytes
-from titan_prores.config import dotted, split_key
 from titan_prores.data import TokenCache, TokenWindows, prepare
-from titan_prores.errors import ConfigError, ConfigErrors, MissingError, counted
+from titan_prores.errors import ConfigError, ConfigErrors, MissingError
 from titan_prores.failures import own_fault
 from titan_prores.init import allocate, init_weights, match_rules, unfilled_buffers
 from titan_prores.log import logger
@@ -23,8 +21,9 @@ from titan_prores.mesh import Mesh
 from titan_prores.parts import Part
 from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
 from titan_prores.recipe import SECTIONS, Recipe, changes_since
+from titan_prores.resume import changed_sources, learning_rates_changed, switched, text_sources
 from titan_prores.run_folder import RunFolder
-from titan_prores.transform import Facts, Phase, Transform, apply_all, changes_model, in_order
+from titan_prores.transform import Facts, Phase, Transform, apply_all, in_order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -237,7 +236,7 @@ def choose_checkpoint(
         return None, meta
     logger.info(reason)
     errors, notes = changes_since(recipe, meta["recipe"])
-    errors += switched(recipe, components, step, meta)
+    errors += switched(recipe, dict(components.transforms), step, meta)
     was = meta["global_batch_size"]
     if was != batch_size:
         problem = f"comes to {batch_size} here and was {was} in the checkpoint: set it to {was}"
@@ -247,95 +246,10 @@ def choose_checkpoint(
         raise ConfigErrors(errors)
     for note in notes:
         logger.info("changed since the checkpoint: %s", note)
+    model, optimizer, scheduler = components.model, components.optimizer, components.lr_scheduler
+    if line := learning_rates_changed(recipe, optimizer, scheduler, model, meta["recipe"], step):
+        logger.info(line)
     return step, meta
-
-
-def check_start(recipe: Recipe, components: Components, source_meta: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigErrors where a fresh start takes its weights from elsewhere and a schedule is not told what they are.
-
-    A model that was trained with every alpha at 1 is another one at alpha = 0. What the weights were trained with and
-    is off here is said.
-
-    Args:
-        recipe: of the run that starts.
-        components: of the recipe.
-        source_meta: of the checkpoint that has the weights, as far as it is known.
-    """
-    config = recipe.slots["checkpoint"].config
-    source = config.weights_from() if config.enabled else None
-    transforms = dict(components.transforms)
-    errors = []
-    for part in recipe.sets["transforms"] if source is not None else ():
-        transform, key = transforms[part.name], part.component.start_key
-        if key is not None and getattr(part.config, key) is None and transform.start_matters():
-            which = f"{source}{_trained_with(source_meta, part)}"
-            errors.append(ConfigError(
-                f"{part.key}.{key}", f"has to be set, as the weights come from {which}",
-                allowed='"warm" = the model they are of is past its warmup, or was trained without one; a step = their '
-                'warmup goes on from there, such as the step of that checkpoint; "fresh" = the warmup begins again',
-            ))  # fmt: skip
-    if errors:
-        raise ConfigErrors(errors)
-    on = {split_key(part.key)[-1] for part in recipe.sets["transforms"]}
-    for label, changes in (source_meta or {}).get("changes_model", {}).items():
-        if changes and label not in on:
-            logger.warning("the weights were trained with %s, which is off here: the model computes others", label)
-
-
-def _trained_with(meta: Mapping[str, Any] | None, part: Part) -> str:
-    """Words on how far the run had come that weights are taken from, and whether it had a transform on."""
-    if not meta:
-        return ""
-    label = split_key(part.key)[-1]
-    table = meta["recipe"].get("transforms", {}).get(label, {"enabled": False})
-    return f", trained {counted(meta['step'], 'step')} {'with' if table.get('enabled', True) else 'without'} {label}"
-
-
-def switched(recipe: Recipe, components: Components, step: int, meta: Mapping[str, Any]) -> list[ConfigError]:
-    """An error for each transform that was switched on or off since a checkpoint and changes what the model computes.
-
-    Args:
-        recipe: of the run that wants to resume.
-        components: of the recipe.
-        step: of the checkpoint.
-        meta: what was saved with it.
-    """
-    tables = meta["recipe"].get("transforms", {})
-    before = {(label, table.get("name", label)) for label, table in tables.items() if table.get("enabled", True)}
-    on = {(split_key(part.key)[-1], part.name): part for part in recipe.sets["transforms"]}
-    transforms = dict(components.transforms)
-    problem = "was {} when the checkpoint was written, and what the model computes depends on it"
-    allowed = "{}; or a new run that takes the weights alone, as checkpoint.init_from does"
-    errors = []
-    for (label, name), part in on.items():
-        transform = transforms[name]
-        if (label, name) not in before and changes_model(transform) and not transform.leaves_model_as_it_is(step):
-            key = f"{part.key}.enabled"
-            errors.append(ConfigError(key, problem.format("off"), value=True, allowed=allowed.format("false"),
-                                      where=recipe.origins.get(key) or recipe.origins.get(part.key)))  # fmt: skip
-    for label, name in sorted(before - on.keys()):
-        if meta.get("changes_model", {}).get(label, _class_changes_model(name)):
-            key = dotted(("transforms", label, "enabled"))
-            errors.append(ConfigError(key, problem.format("on"), value=False, allowed=allowed.format("true"),
-                                      where=recipe.origins.get(key)))  # fmt: skip
-    return errors
-
-
-def _class_changes_model(name: str) -> bool:
-    """Of a transform that an earlier version has saved, which did not say; one that is not there any more might."""
-    try:
-        return changes_model(registry.lookup("transform", name))
-    except ConfigError:
-        return True
-
-
-def models_changed(recipe: Recipe, components: Components, step: int) -> dict[str, bool]:
-    """Label -> whether the model computes something else without it from here on, of each transform that may."""
-    transforms = dict(components.transforms)
-    return {
-        split_key(part.key)[-1]: not transforms[part.name].leaves_model_as_it_is(step)
-        for part in recipe.sets["transforms"] if changes_model(transforms[part.name])
-    }  # fmt: skip
 
 
 def prepare_data(
@@ -364,7 +278,8 @@ def prepare_data(
         if fingerprint != found[0]:
             raise ConfigError("dataset", f"rank {rank} reads other text than rank 0")
     if meta.get("data", cache.fingerprint) != cache.fingerprint:
-        raise ConfigError("dataset", "the text is not what it was when the checkpoint was written")
+        changed = changed_sources(meta.get("sources"), text_sources(components.dataset))
+        raise ConfigError("dataset", f"the text is not what it was when the checkpoint was written{changed}")
     return cache, windows
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
 from titan_prores.activation_bytes import looks_at_values
-from titan_prores.build import Components, activation_bytes, build_components, check_start, state_bytes, transform_model
+from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
 from titan_prores.errors import MissingError, counted
 from titan_prores.failures import own_fault, summarise
 from titan_prores.log import quiet
 from titan_prores.mesh import Mesh
 from titan_prores.recipe import Recipe, data_parallel_size, global_batch_size, plan_mesh
+from titan_prores.resume import check_start
 from titan_prores.run_folder import annotated_toml
 
 OFFLOADED = "in the memory of the CPU, not in the sum"
@@ -28,7 +29,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     degrees = plan_mesh(recipe.parallelism, world_size)
     missing: list[MissingError] = []
     components = build_components(recipe, degrees, missing)
-    check_start(recipe, components)
+    check_start(recipe, dict(components.transforms))
     training, model = recipe.training, components.model
     data_ranks = data_parallel_size(degrees)
     batch = global_batch_size(training, data_ranks)

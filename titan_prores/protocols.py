@@ -120,6 +120,13 @@ class Dataset(Protocol):
     def fingerprint(self) -> str:
         """A string that changes whenever the documents might; part of the token cache's key."""
 
+    @optional
+    def sources(self) -> dict[str, str]:
+        """Name of each part of the text, such as a file -> a string that changes whenever that part might.
+
+        A checkpoint remembers them, so that a run that cannot resume is told which part changed.
+        """
+
 
 @dataclass(frozen=True)
 class TensorParallelPlan:

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 
 from titan_prores import mesh as mesh_module
-from titan_prores.build import (
-    build_components,
-    check_start,
-    choose_checkpoint,
-    materialize,
-    models_changed,
-    prepare_data,
-    transform_model,
-)
+from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
 from titan_prores.data import DataError, TokenWindows, microbatches
 from titan_prores.errors import counted
 from titan_prores.failures import FailureBoard
@@ -33,6 +25,7 @@ from titan_prores.probing import Probing
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
 from titan_prores.records import Records, perplexity
+from titan_prores.resume import check_start, models_changed, text_sources
 from titan_prores.run_folder import RunFolder
 from titan_prores.saving import Saver
 from titan_prores.stopping import Agreement, Stopped, StopRequest
@@ -109,10 +102,12 @@ class Trainer:
         self.saver = Saver(checkpointer, checkpoint.config, self.agreement)
         resume_step, meta = choose_checkpoint(checkpointer, recipe, self.parts, self.batch_size, self.run, self.mesh)
         if resume_step is None and not self.own_weights:
-            check_start(recipe, self.parts, meta)
+            check_start(recipe, dict(self.parts.transforms), meta)
         self.step = resume_step or 0
         self._begin("preparing data", patient=True)  # tokenising takes its time
         self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, {} if resume_step is None else meta)
+
+        self.sources = text_sources(self.parts.dataset) if self.mesh.is_main else None
 
         self._begin("building the model")
         for line in applied:
@@ -327,9 +322,10 @@ class Trainer:
         weights_are_finite = bool(total_norm(self.model.parameters()).isfinite())
         meta = {
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
-            "data": self.data.fingerprint, "mesh": self.mesh.degrees, **self.nonfinite.state(self.samples),
+            "data": self.data.fingerprint, "sources": self.sources, "mesh": self.mesh.degrees,
+            **self.nonfinite.state(self.samples),
             "transforms": states(self.parts.transforms),
-            "changes_model": models_changed(self.recipe, self.parts, self.step),
+            "changes_model": models_changed(self.recipe, dict(self.parts.transforms), self.step),
             "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
             "recipe": self.recipe.to_dict(),
         }  # fmt: skip

@@ -116,6 +116,13 @@ class HuggingFaceDataset:
             parts.append(config.max_skipped_records)
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
+    def sources(self) -> dict[str, str]:
+        files = self._builder.config.data_files or {}
+        return {
+            str(file): str(origin)
+            for found in files.values() for file, origin in zip(found, found.origin_metadata, strict=True)
+        }  # fmt: skip
+
 
 def _is_within(file: str, folder: str) -> bool:
     """Whether a path or an address is below another one. Links inside of the folder are the folder's own."""

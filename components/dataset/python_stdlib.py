@@ -65,3 +65,7 @@ class PythonStdlib:
             digest.update(path.relative_to(self.folder).as_posix().encode() + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()
+
+    def sources(self) -> dict[str, str]:
+        names = {path.relative_to(self.folder).as_posix(): path for path in self.files}
+        return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in names.items()}

@@ -97,6 +97,10 @@ class TextFiles:
             parts.append(self.config.max_skipped_records)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    def sources(self) -> dict[str, str]:
+        stats = {path: os.stat(path) for path in self.files}
+        return {path: f"{stat.st_size} bytes, {stat.st_mtime_ns}" for path, stat in stats.items()}
+
     def _txt(self, path: str) -> Iterator[str | LongText]:
         if self.config.txt_document == "file":
             yield whole(path)

@@ -156,7 +156,8 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     (folder / "moved.txt").write_text(CORPUS.read_text())
     (folder / "changed.txt").write_text(CORPUS.read_text() + "\nOne more paragraph.\n")
     fork(*debug(run, f"--dataset.files=['{folder / 'moved.txt'}']"))
-    assert "not what it was" in refused(f"--dataset.files=['{folder / 'changed.txt'}']")
+    changed = refused(f"--dataset.files=['{folder / 'changed.txt'}']")
+    assert "not what it was" in changed and f"1 file new, such as {folder / 'changed.txt'}" in changed
     assert "nothing to resume" in fork(
         *debug(folder / "empty", "--checkpoint.resume=must"), status=2
     ).err  # fmt: skip
@@ -192,6 +193,7 @@ def test_free_changes_go_on_and_are_said(folder: Path, straight: dict[int, Path]
     run = resumed(folder, straight[1], "free", 1, "--optimizer.lr=1e-3", "--metrics.log_freq=5")
     log = (run / "train.log").read_text()
     assert "changed since the checkpoint: optimizer.lr: 0.003 -> 0.001" in log
+    assert "learning rate before -> now: step 11: 0.003 -> 0.001; step 12:" in log
     assert next(row["lr"] for row in rows(run) if "lr" in row) == pytest.approx(1e-3)
 
 

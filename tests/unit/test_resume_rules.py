@@ -25,7 +25,7 @@ FREE_IN_SAME = {
     "transforms.prores.residual_schedule.path",  # as above: its content has a hash, which is compared
     "transforms.prores.residual_schedule.lr",  # as any other learning rate
     "dataset.max_skipped_records",  # as files: the tokens are compared
-    "dataset.cache_folder", "dataset.num_workers", "dataset.shard_tokens", "dataset.verify",  # the tokens are compared
+    "dataset.cache_folder", "dataset.num_workers", "dataset.shard_tokens", "dataset.verify",
 }  # fmt: skip
 SAME_IN_FREE = {
     "training.seed", "training.seq_len",

@@ -1,4 +1,4 @@
-"""Weights from elsewhere and transforms that are switched where a run resumes: what would change the model is asked."""
+"""Runs that go on from a checkpoint or from other weights: what would change the model is asked, the rest is said."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from titan_prores import config
-from titan_prores.build import build_components, check_start, models_changed, switched
+from titan_prores.build import Components, build_components
 from titan_prores.config import Section
 from titan_prores.errors import ConfigError, ConfigErrors
-from titan_prores.recipe import plan_mesh, resolve
+from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.registry import register
+from titan_prores.resume import changed_sources, check_start, learning_rates_changed, models_changed, switched
 from titan_prores.transform import Phase, Transform
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,12 @@ OFF = "--transforms.prores.enabled=false"
 SCHEDULE = "--transforms.prores.residual_schedule"
 
 
-def built(*overrides: str) -> tuple[Any, Any]:
+def built(*overrides: str) -> tuple[Recipe, dict[str, Transform]]:
+    recipe, components = whole(*overrides)
+    return recipe, dict(components.transforms)
+
+
+def whole(*overrides: str) -> tuple[Recipe, Components]:
     tree = config.load(ROOT / "train_configs/debug.toml", overrides, ROOT / "components/defaults.toml")
     recipe = resolve(tree)
     return recipe, build_components(recipe, plan_mesh(recipe.parallelism, 1))
@@ -31,8 +37,7 @@ def built(*overrides: str) -> tuple[Any, Any]:
 
 def alphas(*overrides: str, steps: tuple[int, ...] = (0, 1, 5)) -> list[list[float]]:
     """alpha of the run's own steps, through the transform's hooks."""
-    _, components = built(*overrides)
-    (prores,) = (transform for name, transform in components.transforms if name == "prores")
+    prores = built(*overrides)[1]["prores"]
     found = []
 
     class Recorded:
@@ -113,8 +118,8 @@ def test_a_learned_schedule_has_no_start() -> None:
 
 
 def meta_of(step: int, *overrides: str) -> dict[str, Any]:
-    recipe, components = built(*overrides)
-    return {"recipe": recipe.to_dict(), "changes_model": models_changed(recipe, components, step)}
+    recipe, transforms = built(*overrides)
+    return {"recipe": recipe.to_dict(), "changes_model": models_changed(recipe, transforms, step)}
 
 
 def refused(step: int, before: tuple[str, ...], after: tuple[str, ...], **meta: Any) -> list[str]:
@@ -192,3 +197,36 @@ def test_a_users_schedule_that_ends_is_asked_about_and_not_called_warm(monkeypat
         check_start(*built(FROM, *own))
     with pytest.raises((ConfigError, ConfigErrors), match="IndexError"):
         built(*own, "--transforms.prores.start=warm")
+
+
+def rates(before: tuple[str, ...], now: tuple[str, ...], step: int = 10) -> str:
+    recipe, c = whole(*now)
+    earlier = built(*before)[0].to_dict()
+    return learning_rates_changed(recipe, c.optimizer, c.lr_scheduler, c.model, earlier, step)
+
+
+def test_learning_rates_of_the_next_steps_are_shown_where_they_change() -> None:
+    # wsd: 3e-3 from step 5 on, down to 0 over the last tenth of the steps
+    assert rates((), ("--optimizer.lr=1e-3",)) == (
+        "learning rate before -> now: step 11: 0.003 -> 0.001; step 12: 0.003 -> 0.001; step 13: 0.003 -> 0.001; "
+        "step 20: 0.0015 -> 0.0005"
+    )
+    longer = rates((), ("--training.steps=40",))
+    assert longer.endswith("step 13: 0.003 -> 0.003; step 21: past its end -> 0.003; step 40: past its end -> 0.00075")
+    assert rates((), ()) == rates((), ("--training.stop_after=15",)) == ""
+    assert rates(("--lr_scheduler.name=cosine",), ()).startswith("learning rate before -> now: step 11: 0.00")
+
+
+def test_a_scheduler_that_is_gone_is_no_reason_not_to_resume() -> None:
+    recipe, c = whole()
+    earlier = {**recipe.to_dict(), "lr_scheduler": {"name": "gone"}}
+    assert learning_rates_changed(recipe, c.optimizer, c.lr_scheduler, c.model, earlier, 3) == ""
+
+
+def test_text_that_changed_is_named_by_its_files() -> None:
+    before = {"a.txt": "1", "b.txt": "1", "c.txt": "1"}
+    assert changed_sources(before, {**before, "a.txt": "2", "b.txt": "2"}) == ": 2 files changed, such as a.txt"
+    assert changed_sources(before, {"a.txt": "1", "b.txt": "1", "d.txt": "1"}) == (
+        ": 1 file no longer there, such as c.txt; 1 file new, such as d.txt"
+    )
+    assert changed_sources(before, before) == changed_sources(None, before) == changed_sources(before, None) == ""
