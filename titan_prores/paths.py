@@ -62,6 +62,13 @@ def refuse_impossible(text: str, key: str = "") -> None:
         )
 
 
+def refuse_not_utf8(folder: Path, text: str) -> None:
+    """Raise ConfigError where a path that was written as `text` counts from a folder that no recipe can name."""
+    if _NOT_UTF8.search(str(folder)):
+        problem = "counts from a folder whose name is not UTF-8 text, which a recipe cannot hold"
+        raise ConfigError("", problem, value=text)
+
+
 def located(text: str, folder: Path | None, rule: PathRule) -> str:
     """A path as the rest of the program takes it: as it is written, or absolute where it counts from a file's folder.
 
@@ -80,15 +87,15 @@ def located(text: str, folder: Path | None, rule: PathRule) -> str:
     if rule.below or not text:
         return text
     if text in (".", "..") or text.startswith(("./", "../")):
-        start, rest = folder or Path.cwd(), text
+        here = folder or Path.cwd()
+        start, rest = here, text
         while rest in (".", "..") or rest.startswith(("./", "../")):
             first, _, rest = rest.partition("/")
             rest = rest.lstrip("/")
             start = start.parent if first == ".." else start
-        if _NOT_UTF8.search(str(start)):
-            raise ConfigError(
-                "", "counts from a folder whose name is not UTF-8 text, which a recipe cannot hold", value=text
-            )
+        if folder is None and start == here and rest:
+            return rest  # which counts from the working directory as well
+        refuse_not_utf8(start, text)
         base = glob.escape(str(start)) if rule.glob and glob.has_magic(rest) else str(start)
         return os.path.join(base, rest) if rest else base
     if rule.read and folder is not None and not _found(text, rule) and _found(os.path.join(folder, text), rule):

@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 from titan_prores.config import Section
 from titan_prores.contracts import faults
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
-from titan_prores.paths import PathRule, located
+from titan_prores.paths import PathRule, located, refuse_not_utf8
 from titan_prores.setting_types import USABLE, unusable
 
 T = TypeVar("T", bound=type)
@@ -241,7 +241,9 @@ def plugin_file(reference: str, folder: Path | None) -> Path | None:
     if not reference.endswith(".py"):
         return None
     try:
-        return Path(located(reference, folder, PathRule(read=True))).resolve()
+        path = Path(located(reference, folder, PathRule(read=True))).resolve()
+        refuse_not_utf8(path, reference)
+        return path
     except ConfigError as error:
         raise error.under("import") from error
 

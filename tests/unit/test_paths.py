@@ -83,7 +83,9 @@ def test_on_the_command_line_both_are_the_working_directory(places):
     folder, read = places
     section, _ = read('read = "./a"\nfiles = ["./a"]', "--s.read=./b", "--s.write=../c", '--s.files=["./d", "e"]')
     here = folder / "here"
-    assert (section.read, section.write, section.files) == (f"{here}/b", f"{folder}/c", (f"{here}/d", "e"))
+    assert (section.read, section.write, section.files) == ("b", f"{folder}/c", ("d", "e"))
+    section, _ = read("", "--s.read=.", "--s.write=./../c", '--s.files=[".//d/./e", "././f"]')
+    assert (section.read, section.write, section.files) == (f"{here}", f"{folder}/c", ("d/./e", "f"))
 
 
 def test_a_path_counts_from_the_file_that_it_is_written_in(places):
@@ -144,7 +146,7 @@ def test_base_and_import_follow_the_same_rule(key, suffix, places):
         load(f'"./mine.{suffix}"')
 
 
-def test_an_import_beside_a_recipe_in_a_folder_that_is_not_utf8(tmp_path):
+def test_paths_in_a_folder_that_is_not_utf8(tmp_path, monkeypatch):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/d\xff"))
     folder.mkdir()
     (folder / "p.py").touch()
@@ -154,6 +156,11 @@ def test_an_import_beside_a_recipe_in_a_folder_that_is_not_utf8(tmp_path):
     (folder / "r.toml").write_text('import = "./p.py"')
     with pytest.raises(ConfigErrors, match=r"import = './p.py': counts from a folder whose name is not UTF-8"):
         resolve(config.load(folder / "r.toml", defaults=DEFAULTS))
+    (folder / "r.toml").write_text("")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigErrors, match=r"import = 'p.py': counts from a folder whose name is not UTF-8"):
+        resolve(config.load(Path("r.toml"), ["--import=p.py"], DEFAULTS))
+    assert resolve(config.load(Path("r.toml"), ["--job.dump_folder=./out"], DEFAULTS)).job.dump_folder == "out"
 
 
 IMPOSSIBLE = {
@@ -240,7 +247,7 @@ def test_a_url_where_the_library_takes_one(places):
         tree, errors = config.Tree(), []
         section = resolve_section(huggingface, {"path": "json", "data_files": files}, ("dataset",), tree, errors)
         assert len(errors) == n_errors
-        assert n_errors or section.data_files == ("https://host/x.json", f"{os.getcwd()}/a[0]/*.json")
+        assert n_errors or section.data_files == ("https://host/x.json", "a[0]/*.json")
 
 
 def test_a_sweep_counts_like_a_recipe(places):
