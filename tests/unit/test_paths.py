@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -211,14 +212,18 @@ def test_odd_names_are_names(text, places, home):
     assert places[1](f"write = {inline(text)}\nfiles = [{inline(text)}]")[1] == []
 
 
-def built_in_paths():
-    """Every key of the engine and of a built-in component that is a path."""
-    sections = {f"{name}": section for name, section in ENGINE_SECTIONS.items()}
+def every_section():
+    """Those of the engine and of the built-in components."""
+    sections = dict(ENGINE_SECTIONS)
     for kind in registry.KINDS:
         for name in registry.names(kind):
             if (component := registry.lookup(kind, name)).__module__.startswith(registry.BUILTIN_PACKAGE):
                 sections[f"{kind}.{name}"] = component.Config
-    for place, section in sections.items():
+    return sections
+
+
+def built_in_paths():
+    for place, section in every_section().items():
         for key, info in section.model_fields.items():
             if "path" in type_name(declared(info)).split():
                 yield f"{place}.{key}"
@@ -232,6 +237,10 @@ def test_every_path_there_is_is_declared_as_one(places, home):
         "tokenizer.hf_file.path", "tokenizer.tiktoken_file.path", "residual_schedule.from_table.path",
         "checkpoint.dcp.folder", "checkpoint.dcp.init_from", "metrics.tensorboard.folder",
     }  # fmt: skip
+    for place, section in every_section().items():
+        for key, info in section.model_fields.items():
+            if re.search(r"(^|_)(path|folder|dir|files?)$", key):
+                assert "path" in type_name(declared(info)).split(), f"{place}.{key} is no path"
     with pytest.raises(ConfigErrors, match=r"--config = 's3:/b/r.toml': is a URL"):
         config.load(Path("s3://b/r.toml"))
     (places[0] / "recipes" / "r.toml").write_text('base = "hf://x/r.toml"')

@@ -486,3 +486,12 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert command.main(["loss", str(pair[0])]) == 2
     assert "pip install 'titan-prores[plot]'" in capsys.readouterr().err
+
+
+def test_names_are_taken_literally(tmp_path: Path) -> None:
+    names = ("a$b$c", "p$q_{$", "_under", "x%s{y}")
+    folders = [write_run(tmp_path / name) for name in names]
+    figure = draw("loss", *map(str, folders))
+    assert {text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()} >= set(names)
+    assert command.main(["loss", *map(str, folders), "--output", str(tmp_path / "$x_{$" / "loss.svg")]) == 0
+    assert "p$q_{$" in (tmp_path / "$x_{$" / "loss.svg").read_text()

@@ -71,6 +71,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
     Raises:
         ConfigError: they cannot be written.
     """
+    _take_literally(figure)
     one = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
     paths = [path] if one else [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
     try:
@@ -81,6 +82,17 @@ def save(figure: Figure, path: Path) -> list[Path]:
     except OSError as error:
         raise ConfigError("--output", f"cannot be written: {error.strerror}", value=str(path)) from error
     return paths
+
+
+def _take_literally(figure: Figure) -> None:
+    """Names of runs and keys are in titles, labels and legends: a $ in one does not begin a formula there."""
+    texts = [text for legend in figure.legends for text in legend.get_texts()]
+    for axis in figure.axes:
+        texts += [axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts]
+        if legend := axis.get_legend():
+            texts += legend.get_texts()
+    for text in texts:
+        text.set_parse_math(False)
 
 
 def layer_curves(
@@ -334,7 +346,7 @@ def by_depth(panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) 
                 found = {depth + shift[label]: values for depth, values in found.items() if len(values)}
                 means = [values.mean() for values in found.values()]
                 spreads = [values.std(ddof=1) if len(values) > 1 else 0.0 for values in found.values()]
-                axis.errorbar(list(found), means, spreads, **looks[label], capsize=3, label=label)
+                axis.errorbar(list(found), means, spreads, **looks[label], capsize=3, label=_in_legend(label))
                 ring = {"color": looks[label]["color"], "markerfacecolor": "white", "markersize": 4}
                 for x, values in found.items():
                     axis.plot([x] * len(values), values, "o", **ring)
@@ -418,4 +430,9 @@ def _once(seen: set[str], label: str) -> str:
     if label in seen:
         return "_nolegend_"
     seen.add(label)
-    return label
+    return _in_legend(label)
+
+
+def _in_legend(label: str) -> str:
+    """The label so that a legend shows it, which leaves out those that begin with an underscore."""
+    return f" {label}" if label.startswith("_") else label

@@ -353,7 +353,7 @@ def slurm_script(book: Book, runs: Iterable[Run], waiting: int, again: list[str]
     return (
         "#!/usr/bin/env bash\n"
         f"{later}"
-        f"#SBATCH --job-name={sweep.folder.name}\n"
+        f"#SBATCH --job-name={shlex.quote(sweep.folder.name)}\n"
         f"#SBATCH --array=0-{len(names) - 1}\n"
         "#SBATCH --nodes=1\n"
         "#SBATCH --ntasks=1\n"
