@@ -59,14 +59,14 @@ def settle_streams() -> None:
     stream's encoding lacks are written as escapes. Streams that a caller has put in place of Python's stay as they are.
     """
     _occupy_standard_descriptors()
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+    for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed when Python started
-            setattr(sys, name, _stream(descriptor, "utf-8", line_buffering=False))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
         elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):
                 stream.flush()
-            setattr(sys, name, _stream(stream.fileno(), stream.encoding, line_buffering=stream.line_buffering))
+            setattr(sys, name, _forgiving(stream))
 
 
 def _occupy_standard_descriptors() -> None:
@@ -78,11 +78,12 @@ def _occupy_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
-def _stream(descriptor: int, encoding: str, *, line_buffering: bool) -> io.TextIOWrapper:
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+def _forgiving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """A stream to where `stream` goes, buffered as that is."""
+    raw = _ForgivingFile(stream.fileno())
     return io.TextIOWrapper(
-        io.BufferedWriter(_ForgivingFile(descriptor)), encoding=encoding, errors="backslashreplace",
-        line_buffering=line_buffering or unbuffered, write_through=unbuffered,
+        raw if stream.write_through else io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace",
+        line_buffering=stream.line_buffering, write_through=stream.write_through,
     )  # fmt: skip
 
 
@@ -93,15 +94,16 @@ class _ForgivingFile(io.RawIOBase):
         self._descriptor = descriptor
 
     def write(self, data: object) -> int:
-        view = memoryview(data).cast("B")
-        while True:
+        left = view = memoryview(data).cast("B")
+        while left:
             try:
-                return os.write(self._descriptor, view)
+                left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # the other end of a terminal or pipe may have made it so
                 with suppress(OSError):
                     select.select([], [self._descriptor], [])
             except OSError:
-                return len(view)
+                break
+        return len(view)
 
     def writable(self) -> bool:
         return True

@@ -114,10 +114,10 @@ def test_a_signal_in_the_last_step_costs_no_validation(tmp_path: Path, monkeypat
 
 
 def test_a_run_whose_data_do_not_come_can_be_stopped(tmp_path: Path) -> None:
-    """Its worker hangs: one signal ends the run, with all steps saved that were done."""
-    run = tmp_path / "run"
+    """Its worker hangs: one signal ends the run, with all steps saved that were done. What it says needs no Unicode."""
+    run = tmp_path / "é"
     own = debug(run, "--training.steps=5000", "--dataset.num_workers=1", "--validation.enabled=false")
-    process = start(*own)
+    process = start(*own, wrapper=["env", "PYTHONIOENCODING=ascii"])
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
         assert process.poll() is None
         time.sleep(0.1)
@@ -132,6 +132,7 @@ def test_a_run_whose_data_do_not_come_can_be_stopped(tmp_path: Path) -> None:
     assert (status["state"], status["step"], status["signal"]) == ("stopped", done, "SIGTERM")
     assert (run / f"checkpoint/step-{done:08d}").is_dir()
     assert f"everything saved: the same command goes on after step {done}" in finished.out
+    assert r"\xe9" in finished.out and "Traceback" not in finished.text
 
 
 def test_ranks_whose_torchrun_is_killed_end(tmp_path: Path) -> None:

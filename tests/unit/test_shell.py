@@ -38,12 +38,15 @@ sys.exit(run_command(command))
 @pytest.mark.parametrize(
     "how", ["$RUN", "$RUN >&-", "$RUN 2>&-", "$RUN <&- >&- 2>&-", "$RUN >/dev/full 2>&1", "{ $RUN; echo $? >&3; } | :"]
 )
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_a_command_goes_on_whatever_becomes_of_its_output(how: str, encoding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding, unbuffered", [("ascii", ""), ("utf-8", ""), ("ascii", "1")])
+def test_a_command_goes_on_whatever_becomes_of_its_output(
+    how: str, encoding: str, unbuffered: str, tmp_path: Path
+) -> None:
     file = tmp_path / "file"
     run = f"'{sys.executable}' -c '{SAY}' '{file}'"
     shell = f"exec 3>&1; {how.replace('$RUN', run)}"
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(REPOSITORY), "LANG": "C"}
+    environment["PYTHONUNBUFFERED"] = unbuffered
     done = subprocess.run(["bash", "-c", shell], capture_output=True, env=environment, cwd=REPOSITORY, timeout=60)
     status = int(done.stdout.split()[-1]) if "echo" in how else done.returncode
     assert status == 7, done.stderr.decode()
