@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from titan_prores.transform import Transform, computing
+from titan_prores.transform import Transforms
 
 if TYPE_CHECKING:
     from titan_prores.protocols import Loss
@@ -119,7 +119,7 @@ class ActivationBytes:
 
 
 def step_bytes(
-    model: nn.Module, loss: Loss, transforms: Sequence[Transform], tokens_BS: torch.Tensor, labels_BS: torch.Tensor,
+    model: nn.Module, loss: Loss, transforms: Transforms, tokens_BS: torch.Tensor, labels_BS: torch.Tensor,
     fake: FakeTensorMode | None = None,
 ) -> ActivationBytes:  # fmt: skip
     """Run forward, loss and backward once, as a step does, and count; leaves no gradients behind.
@@ -127,7 +127,7 @@ def step_bytes(
     Args:
         model: transformed and with storage, on real or on fake tensors.
         loss: wrapped by the transforms.
-        transforms: in order of phase.
+        transforms: of the run.
         tokens_BS: int64 [B, S].
         labels_BS: int64 [B, S].
         fake: the mode that the tensors are of, if they are fake.
@@ -137,7 +137,7 @@ def step_bytes(
             # At once, as FSDP sums and frees them: kept, they would count as activations.
             hook = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
             stack.callback(hook.remove)
-        stack.enter_context(computing(transforms))
+        stack.enter_context(transforms.computing())
         live = stack.enter_context(LiveBytes(fake))
         value = loss(model(tokens_BS), labels_BS)
         # Weights that FSDP has gathered were made meanwhile too, and those of a layer are resized to nothing after it.

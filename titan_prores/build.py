@@ -23,7 +23,7 @@ from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Met
 from titan_prores.recipe import SECTIONS, Recipe, changes_since
 from titan_prores.resume import changed_sources, learning_rates_changed, switched, text_sources
 from titan_prores.run_folder import RunFolder
-from titan_prores.transform import Facts, Phase, Transform, apply_all, in_order
+from titan_prores.transform import Facts, Phase, Transform, Transforms
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,7 +46,7 @@ class Components:
     lr_scheduler: LRScheduler
     validator: Validator
     metrics: list[Metric]
-    transforms: list[tuple[str, Transform]]
+    transforms: Transforms
     parameter_device: torch.device | None = None
 
     def build_optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
@@ -54,7 +54,7 @@ class Components:
 
         Groups of these come first: the last one is the optimizer's own, whose learning rate the rows show.
         """
-        groups = [group for _, transform in self.transforms for group in transform.parameter_groups(model)]
+        groups = self.transforms.parameter_groups(model)
         added = [parameter for group in groups for parameter in group["params"]]
         theirs = {id(parameter) for parameter in added}
         own = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in theirs]
@@ -137,7 +137,9 @@ def build_components(
         errors = [error for error in errors if not isinstance(error, MissingError)]
     if errors:
         raise ConfigErrors(errors)
-    return Components(tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, transforms)
+    return Components(
+        tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, Transforms(transforms)
+    )
 
 
 def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled: Iterable[str] = ()) -> list[str]:
@@ -161,15 +163,14 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         handled=set(handled),
     )
     try:
-        lines = apply_all(components.model, components.transforms, facts)
+        lines = components.transforms.apply(components.model, facts)
     except ConfigError as error:
         whole_keys = {part.name: part.key for part in (*recipe.sets["transforms"], *recipe.sets["parallelism"])}
         error.key = whole_keys.get(error.key, error.key)
         error.where = error.where or recipe.origins.get(error.key)
         raise
     components.parameter_device = facts.parameter_device
-    for _, transform in in_order(components.transforms):
-        components.loss = transform.wrap_loss(components.loss)
+    components.loss = components.transforms.wrap_loss(components.loss)
     return lines
 
 
@@ -181,11 +182,9 @@ def materialize(recipe: Recipe, components: Components, device: torch.device) ->
     """
     model = components.model
     allocate(model, device, components.parameter_device)
-    added = [rule for _, transform in components.transforms for rule in transform.init_rules()]
-    init_weights(model, [*added, *model.init_rules()], recipe.training.seed)
+    init_weights(model, [*components.transforms.init_rules(), *model.init_rules()], recipe.training.seed)
     model.fill_buffers()
-    for _, transform in components.transforms:
-        transform.on_materialize(model)
+    components.transforms.on_materialize(model)
     if unfilled := unfilled_buffers(model):
         raise ConfigError("model", f"its fill_buffers leaves {', '.join(unfilled[:3])} unset")
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -236,7 +235,7 @@ def choose_checkpoint(
         return None, meta
     logger.info(reason)
     errors, notes = changes_since(recipe, meta["recipe"])
-    errors += switched(recipe, dict(components.transforms), step, meta)
+    errors += switched(recipe, dict(components.transforms.named), step, meta)
     was = meta["global_batch_size"]
     if was != batch_size:
         problem = f"comes to {batch_size} here and was {was} in the checkpoint: set it to {was}"
@@ -340,11 +339,11 @@ def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:
     dtype = training.mixed_precision_param or training.dtype
     recipe = replace(recipe, training=training.model_copy(update={"dtype": dtype, "mixed_precision_param": None}))
     components = build_components(recipe, mesh.degrees, missing=[])
-    components.transforms = [pair for pair in components.transforms if pair[1].phase < Phase.DATA_PARALLEL]
+    components.transforms = components.transforms.before(Phase.DATA_PARALLEL)
     transform_model(recipe, components, mesh, handled={*mesh.degrees, "mixed_precision"})
-    transforms = [transform for _, transform in in_order(components.transforms)]
     # Not all tensors are the model's: alpha of ProRes, for one, stays real.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.compiler.set_stance("force_eager"):
         allocate(components.model, torch.device("cpu"))
         tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-        return step_bytes(components.model.train(), components.loss, transforms, tokens_BS, tokens_BS, fake)
+        model, loss = components.model.train(), components.loss
+        return step_bytes(model, loss, components.transforms, tokens_BS, tokens_BS, fake)

@@ -29,7 +29,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     degrees = plan_mesh(recipe.parallelism, world_size)
     missing: list[MissingError] = []
     components = build_components(recipe, degrees, missing)
-    check_start(recipe, dict(components.transforms))
+    check_start(recipe, dict(components.transforms.named))
     training, model = recipe.training, components.model
     data_ranks = data_parallel_size(degrees)
     batch = global_batch_size(training, data_ranks)
@@ -40,7 +40,7 @@ def report(recipe: Recipe, world_size: int) -> str:
         transforms = transform_model(recipe, components, mesh)
         held, about = _held(recipe, components, mesh, microbatches)
         gathered: dict[str, int] = {}
-        for _, transform in components.transforms:
+        for transform in components.transforms:
             gathered |= transform.gathered_bytes(model)
         flops = model.flops_per_token()
     finally:
@@ -97,11 +97,11 @@ def _held(
         about = f"activations are not included, as the model does not run without values: {reason}"
     else:
         about = "activations as uncompiled code on a CPU keeps them"
-        notes = [note for _, transform in components.transforms if (note := transform.activations_note())]
+        notes = [note for transform in components.transforms if (note := transform.activations_note())]
         what = "; ".join(["kept of a microbatch until its backward pass", *(f"at most: {note}" for note in notes)])
         held.append(("activations", activations.kept, what))
         held.append(("computing", activations.peak - activations.kept, "more when forward and backward hold most"))
-    for _, transform in components.transforms:
+    for transform in components.transforms:
         more = transform.held_bytes(components.model, microbatches)
         held += [("besides", size, what) for what, size in more.items()]
     return held, about

@@ -5,7 +5,7 @@ Shape suffixes: B sequences, S tokens of a sequence (this rank's part of them, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from titan_prores.data import TokenStream, TokenWindows
 from titan_prores.mesh import Mesh
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
 from titan_prores.recipe import Training
-from titan_prores.transform import Transform, computing
+from titan_prores.transform import Transforms
 
 # Number of the block from 0, its input and its output, fp32 [B, S, D].
 LayerObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -33,14 +33,14 @@ class Probing:
 
     Args:
         model: transformed, with its weights.
-        transforms: in the order of the run.
+        transforms: of the run.
         mesh: of the run.
         held_out: the held-out tokens.
         training: `seq_len`, and how many sequences a rank takes at once.
     """
 
     def __init__(
-        self, model: nn.Module, transforms: Sequence[Transform], mesh: Mesh, held_out: TokenStream, training: Training
+        self, model: nn.Module, transforms: Transforms, mesh: Mesh, held_out: TokenStream, training: Training
     ) -> None:
         self.model, self.transforms, self.mesh = model, transforms, mesh
         self.held_out, self.training = held_out, training
@@ -73,15 +73,14 @@ class Probing:
                     if isinstance(module, (ResidualAdd, ScaledResidualAdd)):
                         hooks.append(module.register_forward_hook(_of_add(add, number, name)))
             self.model.eval()
-            with computing(self.transforms), torch.compiler.set_stance("force_eager"):
+            with self.transforms.computing(), torch.compiler.set_stance("force_eager"):
                 for part_BS in tokens_BS.split(self.training.local_batch_size):
                     self.model(part_BS.to(self.mesh.device))
         finally:
             for hook in hooks:
                 hook.remove()
             self.model.train(training)
-        for transform in self.transforms:
-            transform.after_evaluation()
+        self.transforms.after_evaluation()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that share a sequence, in place. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from titan_prores.probing import Probing
 from titan_prores.protocols import Metric
 from titan_prores.recipe import Recipe
 from titan_prores.run_folder import RunFolder, annotated_toml
-from titan_prores.transform import Transform
+from titan_prores.transform import Transforms
 from titan_prores.zero_gradients import ZeroGradients
 
 
@@ -78,7 +78,7 @@ class Records:
         for metric in self.metrics if self.is_main else ():
             metric.write(row)
 
-    def write_step(self, row: dict[str, Any], transforms: Iterable[Transform], probed: Mapping[str, Any]) -> None:
+    def write_step(self, row: dict[str, Any], transforms: Transforms, probed: Mapping[str, Any]) -> None:
         """Show the row of a step with what transforms and probes add to it; nothing on ranks other than 0."""
         if not self.is_main:
             return

@@ -30,7 +30,6 @@ from titan_prores.run_folder import RunFolder
 from titan_prores.saving import Saver
 from titan_prores.stopping import Agreement, Stopped, StopRequest
 from titan_prores.throughput import Throughput
-from titan_prores.transform import computing, load_states, states
 from titan_prores.watchdog import FOR_DATA, Watchdog, group_timeout
 
 # How long a rank that was signalled goes on waiting for its data, while others may wait for it.
@@ -77,7 +76,7 @@ class Trainer:
         recipe, world = self.recipe, self.world
         degrees = plan_mesh(recipe.parallelism, world.size)
         self.parts = build_components(recipe, degrees)
-        self.transforms = [transform for _, transform in self.parts.transforms]
+        self.transforms = self.parts.transforms
         device = mesh_module.choose_device(recipe.job.device, world)
         if recipe.training.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -102,7 +101,7 @@ class Trainer:
         self.saver = Saver(checkpointer, checkpoint.config, self.agreement)
         resume_step, meta = choose_checkpoint(checkpointer, recipe, self.parts, self.batch_size, self.run, self.mesh)
         if resume_step is None and not self.own_weights:
-            check_start(recipe, dict(self.parts.transforms), meta)
+            check_start(recipe, dict(self.transforms.named), meta)
         self.step = resume_step or 0
         self._begin("preparing data", patient=True)  # tokenising takes its time
         self.data, self.windows = prepare_data(recipe, self.parts, self.mesh, {} if resume_step is None else meta)
@@ -129,7 +128,7 @@ class Trainer:
         """Go on from a checkpoint."""
         self._begin("loading the checkpoint")
         self.saver.load(step, self.model, self.optimizer)
-        load_states(self.parts.transforms, meta.get("transforms", {}), step)
+        self.transforms.load_states(meta.get("transforms", {}), step)
         self.step = self.saved_step = step
         self.samples = meta["samples"]
         self.nonfinite.load_state(meta)
@@ -196,8 +195,7 @@ class Trainer:
         """One optimizer update: number `self.step + 1`."""
         sample, count = self.samples, self.microbatches_a_step
         batches = [[t.to(self.mesh.device, non_blocking=True) for t in self.next_batch()] for _ in range(count)]
-        for transform in self.transforms:
-            transform.before_step(self.step)
+        self.transforms.before_step(self.step)
         factor = self.parts.lr_scheduler.factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -208,15 +206,13 @@ class Trainer:
         valid = self.mesh.sum_over_data(valid)
         loss_sum = torch.zeros((), device=self.mesh.device)
         for number, (tokens_BS, labels_BS) in enumerate(batches, 1):
-            for transform in self.transforms:
-                transform.before_microbatch(last=number == count)
-            with computing(self.transforms):
+            self.transforms.before_microbatch(last=number == count)
+            with self.transforms.computing():
                 loss = self.parts.loss(self.model(tokens_BS), labels_BS) / valid
                 loss.backward()
             loss_sum += loss.detach()
 
-        for transform in self.transforms:
-            transform.after_backward()
+        self.transforms.after_backward()
         probed = self.records.measure(self.step + 1, self.model)
         grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm, apart=self.added)
         local_loss = loss_sum.clone()
@@ -232,8 +228,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.samples += self.batch_size
-        for transform in self.transforms:
-            transform.after_step(self.step)
+        self.transforms.after_step(self.step)
         row = {
             "step": self.step, "loss": loss_value, "perplexity": perplexity(loss_value), "grad_norm": norm_value,
             "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len,
@@ -302,13 +297,12 @@ class Trainer:
     def validate(self) -> None:
         """Measure on held-out text and write a validation row."""
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
-        with computing(self.transforms):
+        with self.transforms.computing():
             found = self.parts.validator.validate(
                 self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size,
                 lambda: self.mesh.any(self.stop_request.name is not None),
             )  # fmt: skip
-        for transform in self.transforms:
-            transform.after_evaluation()
+        self.transforms.after_evaluation()
         if found is None:
             self.stopped = self.mesh.first(self.stop_request.name)
             logger.info("validation after step %d is cut short by %s", self.step, self.stopped)
@@ -324,8 +318,8 @@ class Trainer:
             "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
             "data": self.data.fingerprint, "sources": self.sources, "mesh": self.mesh.degrees,
             **self.nonfinite.state(self.samples),
-            "transforms": states(self.parts.transforms),
-            "changes_model": models_changed(self.recipe, dict(self.parts.transforms), self.step),
+            "transforms": self.transforms.states(),
+            "changes_model": models_changed(self.recipe, dict(self.transforms.named), self.step),
             "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
             "recipe": self.recipe.to_dict(),
         }  # fmt: skip

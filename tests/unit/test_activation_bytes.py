@@ -16,7 +16,7 @@ from titan_prores.activation_bytes import LiveBytes, step_bytes
 from titan_prores.build import activation_bytes, build_components, transform_model
 from titan_prores.init import allocate, init_weights
 from titan_prores.recipe import Recipe, plan_mesh, resolve
-from titan_prores.transform import in_order
+from titan_prores.transform import Transforms
 
 ROOT = Path(__file__).parents[2]
 MODES = ("none", "full", "selective", "every_k")
@@ -45,7 +45,7 @@ def real_step(recipe: Recipe, mesh: mesh_module.Mesh) -> tuple[Any, ...]:
     """What `step_bytes` takes, on real tensors."""
     components = build_components(recipe, mesh.degrees)
     transform_model(recipe, components, mesh)
-    model, transforms = components.model, [transform for _, transform in in_order(components.transforms)]
+    model, transforms = components.model, components.transforms
     allocate(model, mesh.device)
     init_weights(model, model.init_rules(), seed=0)
     model.fill_buffers()
@@ -79,7 +79,7 @@ def test_live_bytes_by_hand() -> None:
 def test_step_bytes_by_hand() -> None:
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
     x = torch.randn(8, 16)
-    found = step_bytes(model, lambda out, labels: (out * labels).square().sum(), [], x, torch.zeros(8, 4))
+    found = step_bytes(model, lambda out, labels: (out * labels).square().sum(), Transforms(()), x, torch.zeros(8, 4))
     # What relu gives, for its own gradient and the second weight's, the product for that of square, and the loss.
     assert found.kept == 4 * (8 * 32 + 8 * 4 + 1)
     # Then the gradients of what relu got and gave, and of the second weight, until that is complete.

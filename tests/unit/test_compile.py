@@ -72,7 +72,7 @@ def test_all_layers_share_one_graph_over_a_whole_warmup(norm: str, messages: lis
     assert counted[:6] == [2] * 6  # a layer and the loss
     assert set(counted[6:]) == {4}
     assert messages == ["INFO compile: 2 graphs after 2 steps", "INFO compile: 2 more graphs for validation"]
-    assert run.transforms[-1].row(1, detailed=True) == {"compiled_graphs": 4}
+    assert list(run.transforms)[-1].row(1, detailed=True) == {"compiled_graphs": 4}
     alpha = run.model.prores_alpha.values
     assert (alpha == 1).all()
 

@@ -26,7 +26,7 @@ SCHEDULE = "--transforms.prores.residual_schedule"
 
 def built(*overrides: str) -> tuple[Recipe, dict[str, Transform]]:
     recipe, components = whole(*overrides)
-    return recipe, dict(components.transforms)
+    return recipe, dict(components.transforms.named)
 
 
 def whole(*overrides: str) -> tuple[Recipe, Components]:

@@ -20,6 +20,7 @@ from titan_prores.probing import Probing
 from titan_prores.prores import ResidualAdd
 from titan_prores.recipe import Training
 from titan_prores.run_folder import RunFolder
+from titan_prores.transform import Transforms
 
 MESH = SimpleNamespace(
     device=torch.device("cpu"), degrees={"tp": 1}, sum_over=lambda axis, tensor: tensor, gather=lambda value: [value]
@@ -102,7 +103,7 @@ def test_dropout_draws_nothing_and_a_failure_leaves_no_hook() -> None:
     model = nn.Module()
     model.layers, model.embedding = nn.ModuleList([Dropped()]), nn.Embedding(60, 4)
     model.forward = lambda tokens: model.layers[0](model.embedding(tokens))
-    held = Probing(model, [], MESH, Stream(40), Training(seq_len=4, local_batch_size=2))
+    held = Probing(model, Transforms(()), MESH, Stream(40), Training(seq_len=4, local_batch_size=2))
     state, found = torch.get_rng_state(), []
     held.forward(held.tokens(1), add=lambda number, name, x, branch: found.append((name, branch)))
     with torch.no_grad():

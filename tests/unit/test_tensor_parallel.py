@@ -18,7 +18,7 @@ from titan_prores import mesh as mesh_module
 from titan_prores.check import report
 from titan_prores.errors import ConfigError
 from titan_prores.recipe import resolve
-from titan_prores.transform import Facts, apply_all
+from titan_prores.transform import Facts, Transforms
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def apply(model: nn.Module, degree: int = 2) -> list[str]:
     transform = parallel(model, degree)
     mesh = mesh_module.start_fake({"dp_replicate": 1, "dp_shard": 1, "tp": degree})
     try:
-        return apply_all(model, [("tensor_parallel", transform)], Facts(mesh))
+        return Transforms([("tensor_parallel", transform)]).apply(model, Facts(mesh))
     finally:
         mesh_module.stop()
 
@@ -148,7 +148,7 @@ def apply_with_fsdp(model: nn.Module, shards: int) -> None:
     fsdp = FullyShardedDataParallel(FullyShardedDataParallel.Config())
     mesh = mesh_module.start_fake({"dp_replicate": 1, "dp_shard": shards, "tp": 2})
     try:
-        apply_all(model, [("fsdp", fsdp), ("tensor_parallel", parallel(model, 2))], Facts(mesh))
+        Transforms([("fsdp", fsdp), ("tensor_parallel", parallel(model, 2))]).apply(model, Facts(mesh))
     finally:
         mesh_module.stop()
 

@@ -260,7 +260,7 @@ def test_logits_have_a_group_of_their_own_and_are_whole_on_every_rank(two_by_two
 
 def test_a_parameter_that_no_rule_draws_is_refused(two_by_two, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, components, mesh = two_by_two
-    monkeypatch.setattr(type(dict(components.transforms)["prores"]), "init_rules", lambda self: ())
+    monkeypatch.setattr(type(dict(components.transforms.named)["prores"]), "init_rules", lambda self: ())
     with pytest.raises(ConfigError, match=r"changes the names of weights.*prores_schedule\.logits"):
         transform_model(recipe, components, mesh)
 

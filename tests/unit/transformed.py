@@ -13,7 +13,7 @@ from components.model.llama import Llama, LlamaConfig
 from titan_prores import config
 from titan_prores.init import init_weights
 from titan_prores.parts import resolve_part
-from titan_prores.transform import Facts, Transform, apply_all, in_order
+from titan_prores.transform import Facts, Transform, Transforms
 
 N_LAYERS, VOCABULARY, SEQ_LEN = 4, 64, 16
 T = 3  # updates until layer l is at 1: T * l
@@ -40,11 +40,9 @@ class Transformed:
         named = [(type(t).__name__, t) for t in (*transforms, prores)]
         for _, each in named:
             each.check(self.model, {"tp": 1})
-        self.lines = apply_all(self.model, named, Facts(MESH))
-        self.transforms = [each for _, each in in_order(named)]
-        self.loss = CrossEntropy(CrossEntropy.Config())
-        for each in self.transforms:
-            self.loss = each.wrap_loss(self.loss)
+        self.transforms = Transforms(named)
+        self.lines = self.transforms.apply(self.model, Facts(MESH))
+        self.loss = self.transforms.wrap_loss(CrossEntropy(CrossEntropy.Config()))
         if model is None:
             init_weights(self.model, self.model.init_rules(), seed=0)
             self.model.fill_buffers()
@@ -55,13 +53,11 @@ class Transformed:
 
     def gradients(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and gradients of the update after `step` completed ones, without an optimizer."""
-        for each in self.transforms:
-            each.before_step(step)
+        self.transforms.before_step(step)
         self.model.zero_grad()
         loss = self.forward()
         loss.backward()
-        for each in self.transforms:
-            each.after_step(step + 1)
+        self.transforms.after_step(step + 1)
         return loss.detach(), {name: p.grad for name, p in self.model.named_parameters()}
 
 

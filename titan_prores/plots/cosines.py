@@ -67,7 +67,6 @@ def checkpoint_cosines(run: Path, first: int, second: int, sequences: int, devic
 def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -> Probing:
     """The run's model as update `step + 1` would find it, from a checkpoint that nothing is written beside."""
     from titan_prores.trainer import Trainer
-    from titan_prores.transform import load_states
 
     overrides = [*ALONE, f"--job.device={device}", f"--job.dump_folder={scratch}",
                  f"--checkpoint.init_from={checkpoint.resolve()}"]  # fmt: skip
@@ -83,9 +82,8 @@ def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -
     except ConfigError as error:
         raise error.under("checkpoint") from error
     try:
-        load_states(trainer.parts.transforms, meta.get("transforms", {}), step)
-        for transform in trainer.transforms:
-            transform.before_step(step)
+        trainer.transforms.load_states(meta.get("transforms", {}), step)
+        trainer.transforms.before_step(step)
     except Exception as error:  # whatever a transform makes of a state that it has not written
         problem = f"the state of the transforms in {checkpoint} cannot be taken: {type(error).__name__}: {error}"
         raise ConfigError("--checkpoints", problem, value=step) from error
