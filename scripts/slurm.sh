@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Multi-node training under Slurm: one torchrun a node, which starts one rank a GPU.
+# Multi-node training under Slurm: one launcher a node, which starts one rank a GPU.
 #
 #   sbatch --nodes 4 --gpus-per-node 8 scripts/slurm.sh --config train_configs/quickstart.toml --training.steps=1000
 #
@@ -35,12 +35,11 @@ threads=$((${SLURM_CPUS_PER_TASK:-1} / ranks_per_node))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 # srun starts this script's command once a node. --kill-on-bad-exit ends all nodes when one fails, so that Slurm sees
-# a failed job at once. No --max-restarts: the whole job is queued again instead.
+# a failed job at once, with the exit status that the ranks had.
 exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    torchrun \
+    python scripts/train.py launch \
     --nnodes "$SLURM_JOB_NUM_NODES" \
-    --nproc_per_node "$ranks_per_node" \
-    --rdzv_id "$SLURM_JOB_ID" \
-    --rdzv_backend c10d \
-    --rdzv_endpoint "$head_node:$port" \
-    scripts/train.py "$@"
+    --nproc "$ranks_per_node" \
+    --rdzv-id "$SLURM_JOB_ID" \
+    --rdzv-endpoint "$head_node:$port" \
+    "$@"
