@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -87,7 +88,7 @@ class Compile(Transform):
     def wrap_loss(self, loss: Loss) -> Loss:
         if not self.config.loss:
             return loss
-        compiled = torch.compile(loss.__call__, **self.options)
+        compiled = torch.compile(_function(loss), **self.options)
         return _uncached(compiled) if self.vocabulary_is_split else compiled
 
     def describe(self) -> str:
@@ -126,6 +127,17 @@ class Compile(Transform):
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         return {"compiled_graphs": self.start.new_graphs()} if detailed else {}
+
+
+def _function(loss: Loss) -> Callable[..., torch.Tensor]:
+    """The loss as code that dynamo can start from: functions, partials and modules have no such `__call__`."""
+    if inspect.ismethod(loss.__call__) and not isinstance(loss, nn.Module):
+        return loss.__call__
+
+    def call(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss(logits, labels)
+
+    return call
 
 
 def _uncached(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

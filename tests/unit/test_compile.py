@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterator
@@ -104,6 +105,43 @@ def test_the_loss_is_compiled_only_where_asked() -> None:
     compiling = transform("compile", loss=False)
     assert compiling.wrap_loss(plain) is plain
     assert transform("compile").wrap_loss(plain) is not plain
+
+
+class Doubling(nn.Module):
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 2 * self.loss(logits, labels)
+
+    def method(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.forward(logits, labels)
+
+
+def doubled(loss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 2 * loss(logits, labels)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss: lambda logits, labels: 2 * loss(logits, labels),
+        lambda loss: functools.partial(doubled, loss),
+        Doubling,
+        lambda loss: Doubling(loss).method,
+    ],
+    ids=["function", "partial", "module", "method"],
+)
+def test_whatever_can_be_called_as_a_loss_is_compiled(wrap) -> None:
+    """Another transform's wrap_loss may have made it. In one graph: fullgraph is on."""
+    plain, before = Transformed(), graphs()
+    loss = transform("compile", backend="eager").wrap_loss(wrap(plain.loss))
+    logits = torch.randn(2, SEQ_LEN, VOCABULARY, requires_grad=True)
+    found = loss(logits, plain.tokens)
+    found.backward()
+    assert graphs() == before + 1 and logits.grad.norm() > 0
+    assert torch.equal(found, 2 * plain.loss(logits, plain.tokens))
 
 
 def test_a_recompile_after_the_second_step_is_a_warning_with_the_reason(messages: list[str]) -> None:
