@@ -5,8 +5,8 @@
     loss = cross_entropy(logits_BSV, labels_BS, label_smoothing=0.1) + 1e-4 * logsumexp(logits_BSV).square().sum()
 
 Both take plain tensors too, so a loss is written once. Of split logits no rank ever holds more than its own columns:
-the ranks exchange a few numbers per row. Computed in fp32 (fp64 logits stay fp64); gradients have the logits' dtype. Both
-can be compiled, and neither needs torch's `loss_parallel`.
+the ranks exchange a few numbers per row. Computed in fp32 (fp64 logits stay fp64); gradients have the logits' dtype.
+Both can be compiled, and neither needs torch's `loss_parallel`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def cross_entropy(
 
     Args:
         logits: [..., V], as for `logsumexp`.
-        labels: [...], int64 ids of the whole vocabulary; a plain tensor, the same on every rank of the axis. The loss of
-            one that is outside of the vocabulary is NaN.
+        labels: [...], int64 ids of the whole vocabulary; a plain tensor, the same on every rank of the axis. The
+            loss of one that is outside of the vocabulary is NaN.
         ignore_index: the label of positions that do not count; their loss and their gradient are 0.
         reduction: "sum" or "mean" over the positions that count (0 and NaN where there are none), or "none".
         label_smoothing: share of the target that is spread evenly over the vocabulary, 0 to 1.
@@ -82,8 +82,8 @@ def _own_columns(logits: torch.Tensor) -> tuple[torch.Tensor, int, ProcessGroup 
     others = [p for axis, p in enumerate(logits.placements) if axis not in axes]
     if len(axes) > 1 or any(placement != Replicate() for placement in others):
         raise ValueError(
-            f"logits are placed as {logits.placements} (allowed: Shard({last}), the vocabulary, on one axis of the mesh "
-            "and Replicate() on the others)"
+            f"logits are placed as {logits.placements} (allowed: Shard({last}), the vocabulary, on one axis of the "
+            "mesh and Replicate() on the others)"
         )
     if not axes:
         return logits.to_local(), 0, None
@@ -105,10 +105,8 @@ class _RowStatistics(torch.autograd.Function):
         ctx: Any, part: torch.Tensor, labels: torch.Tensor | None, sum_logits: bool, group: ProcessGroup | None
     ) -> tuple[torch.Tensor, ...]:
         logits = part.to(torch.promote_types(part.dtype, torch.float32))
-        if logits.shape[-1]:
-            largest = logits.amax(-1)
-        else:  # fewer ids than ranks
-            largest = logits.new_full(logits.shape[:-1], -torch.inf)
+        # With fewer ids than ranks some have none.
+        largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
         if group is not None:
             largest = _over_ranks(largest, "max", group)
         largest = torch.where(largest.isinf(), 0.0, largest)  # or a row of -inf alone would give NaN

@@ -32,7 +32,7 @@ def inputs(case: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[st
     size, dtype, settings = CASES[case]
     generator = torch.Generator().manual_seed(size)
     logits = (30 * torch.randn(*ROWS, size, generator=generator)).to(dtype)
-    logits[1, 2, size // 2 :] = -torch.inf if not settings else -50.0  # nothing on the second rank
+    logits[1, 2, -(-size // 2) :] = -torch.inf if not settings else -50.0  # nothing on the second rank
     labels = torch.arange(12).reshape(ROWS) % size
     labels[1, 2] = 0
     labels[IGNORED] = -100
