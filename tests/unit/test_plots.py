@@ -493,5 +493,6 @@ def test_names_are_taken_literally(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in names]
     figure = draw("loss", *map(str, folders))
     assert {text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()} >= set(names)
-    assert command.main(["loss", *map(str, folders), "--output", str(tmp_path / "$x_{$" / "loss.svg")]) == 0
-    assert "p$q_{$" in (tmp_path / "$x_{$" / "loss.svg").read_text()
+    assert command.main(["loss", *map(str, folders), "--output", str(tmp_path / "z$.{$" / "loss.svg")]) == 0
+    assert command.main(["loss", str(folders[0]), "--output=s3://bucket/loss"]) == 2
+    assert "p$q_{$" in (tmp_path / "z$.{$" / "loss.svg").read_text()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_prores.errors import ConfigError
+from titan_prores.paths import refuse_impossible
 from titan_prores.plots.runs import ema
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
     Raises:
         ConfigError: they cannot be written.
     """
+    refuse_impossible(str(path), "--output")
     _take_literally(figure)
     one = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
     paths = [path] if one else [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
