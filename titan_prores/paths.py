@@ -51,15 +51,10 @@ def refuse_impossible(text: str, key: str = "") -> None:
         problem = f"is a URL, and nothing is read from or written to {found[1]}: here"
         raise ConfigError(key, problem, value=text, allowed="a path of this machine's file system")
     if _HOME.search(text):
-        meant = os.path.expanduser(text)
-        hint = meant if meant != text else None
+        hint = f"{Path.home()}{text[1:]}" if text == "~" or text.startswith("~/") else None
         raise ConfigError(key, "~ is not expanded here", value=text, allowed="the folder written out", nearest=hint)
     if _VARIABLE.search(text):
-        meant = os.path.expandvars(text)
-        hint = None if _VARIABLE.search(meant) else meant
-        raise ConfigError(
-            key, "variables are not expanded here", value=text, allowed="the folder written out", nearest=hint
-        )
+        raise ConfigError(key, "variables are not expanded here", value=text, allowed="the folder written out")
 
 
 def refuse_not_utf8(folder: Path, text: str) -> None:
