@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from titan_prores.parameter_groups import trained
 from titan_prores.transform import Transforms
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def step_bytes(
         fake: the mode that the tensors are of, if they are fake.
     """
     with ExitStack() as stack:
-        for parameter in model.parameters():
+        for _, parameter in trained(model):
             # At once, as FSDP sums and frees them: kept, they would count as activations.
             hook = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
             stack.callback(hook.remove)

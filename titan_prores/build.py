@@ -18,6 +18,7 @@ from titan_prores.failures import own_fault
 from titan_prores.init import allocate, init_weights, match_rules, unfilled_buffers
 from titan_prores.log import logger
 from titan_prores.mesh import Mesh
+from titan_prores.parameter_groups import trained
 from titan_prores.parts import Part
 from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
 from titan_prores.recipe import SECTIONS, Recipe, changes_since
@@ -52,13 +53,23 @@ class Components:
     def build_optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         """The run's optimizer, each group with its `peak_lr`, and the parameters that transforms have added.
 
-        Groups of these come first: the last one is the optimizer's own, whose learning rate the rows show.
+        Groups of these come first: the last one is the optimizer's own, whose learning rate the rows show. Frozen
+        parameters are in no group.
+
+        Raises:
+            ConfigError: every parameter of the model is frozen, or the optimizer's settings do not fit those that are
+                left.
         """
         groups = self.transforms.parameter_groups(model)
         added = [parameter for group in groups for parameter in group["params"]]
         theirs = {id(parameter) for parameter in added}
-        own = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in theirs]
-        optimizer = self.optimizer.build(own)
+        own = [(name, parameter) for name, parameter in trained(model) if id(parameter) not in theirs]
+        if not own:
+            raise ConfigError("model", "every parameter is frozen, so there is nothing to train")
+        try:
+            optimizer = self.optimizer.build(own)
+        except ConfigError as error:
+            raise error.under("optimizer") from error
         for number, group in enumerate(groups):
             optimizer.add_param_group(group)
             optimizer.param_groups.insert(number, optimizer.param_groups.pop())
@@ -121,8 +132,8 @@ def build_components(
     lr_scheduler = build_part(slots["lr_scheduler"], total_steps=training.steps)
     validator = build_part(slots["validation"])
     metrics = [build_part(part) for part in recipe.sets["metrics"]]
-    if optimizer is not None and model is not None:
-        attempt(lambda: optimizer.build(model.named_parameters()), "optimizer")
+    if optimizer is not None and model is not None and (own := trained(model)):
+        attempt(lambda: optimizer.build(own), "optimizer")
 
     def build_transform(part: Part) -> Transform:
         transform = part.build()
@@ -170,6 +181,7 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         error.where = error.where or recipe.origins.get(error.key)
         raise
     components.parameter_device = facts.parameter_device
+    components.build_optimizer(components.model)  # to refuse early what does not fit: a transform may freeze parameters
     components.loss = components.transforms.wrap_loss(components.loss)
     return lines
 
@@ -187,9 +199,15 @@ def materialize(recipe: Recipe, components: Components, device: torch.device) ->
     components.transforms.on_materialize(model)
     if unfilled := unfilled_buffers(model):
         raise ConfigError("model", f"its fill_buffers leaves {', '.join(unfilled[:3])} unset")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("%s: %.2fM parameters on %s", recipe.slots["model"].name, parameters / 1e6, device.type)
+    logger.info("%s: %s on %s", recipe.slots["model"].name, parameter_counts(model), device.type)
     return model.train()
+
+
+def parameter_counts(model: nn.Module) -> str:
+    """How many parameters there are, and how many are trained where some are frozen, for the log."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(parameter.numel() for _, parameter in trained(model))
+    return f"{total / 1e6:.2f}M parameters" + (f" ({count / 1e6:.2f}M trained)" if count != total else "")
 
 
 def choose_checkpoint(
@@ -310,13 +328,16 @@ class StateBytes:
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
     """Bytes of this rank's parameters, gradients and optimizer state, for a transformed model on the meta device.
 
+    Frozen parameters have neither gradients nor optimizer state.
+
     The optimizer takes one real step on fake tensors shaped like the rank's shards, so its state is what it would
     allocate, whichever optimizer it is.
     """
-    local = {
+    parts = {
         name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
         for name, parameter in model.named_parameters()
     }
+    local = {name: parts[name] for name, _ in trained(model)}
     with FakeTensorMode():
         shards = {}
         for name, part in local.items():
@@ -326,7 +347,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
         stepped.step()
         state = [value for held in stepped.state.values() for value in held.values() if torch.is_tensor(value)]
         gradients = [shard.grad for shard in shards.values()]
-        return StateBytes(*(sum(t.nbytes for t in held) for held in (shards.values(), gradients, state)))
+        return StateBytes(*(sum(t.nbytes for t in held) for held in (parts.values(), gradients, state)))
 
 
 def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:

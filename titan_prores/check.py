@@ -9,6 +9,7 @@ from titan_prores.errors import MissingError, counted
 from titan_prores.failures import own_fault, summarise
 from titan_prores.log import quiet
 from titan_prores.mesh import Mesh
+from titan_prores.parameter_groups import trained
 from titan_prores.recipe import Recipe, data_parallel_size, global_batch_size, plan_mesh
 from titan_prores.resume import check_start
 from titan_prores.run_folder import annotated_toml
@@ -36,8 +37,9 @@ def report(recipe: Recipe, world_size: int) -> str:
     microbatches = batch // (training.local_batch_size * data_ranks)
     mesh = mesh_module.start_fake(degrees)
     try:
-        n_parameters = sum(p.numel() for p in model.parameters())
         transforms = transform_model(recipe, components, mesh)
+        n_parameters = sum(p.numel() for p in model.parameters())
+        n_trained = sum(p.numel() for _, p in trained(model))
         held, about = _held(recipe, components, mesh, microbatches)
         gathered: dict[str, int] = {}
         for transform in components.transforms:
@@ -55,7 +57,8 @@ def report(recipe: Recipe, world_size: int) -> str:
         + "\n                 ".join(
             f"{n}. {line}".replace("\n", "\n" + 20 * " ") for n, line in enumerate(transforms, 1)
         ),
-        f"parameters       {n_parameters:,} ({n_parameters / 1e6:.2f}M)",
+        f"parameters       {n_parameters:,} ({n_parameters / 1e6:.2f}M)"
+        + (f" ({n_trained:,} trained)" if n_trained != n_parameters else ""),
         f"tokens a step    {batch * training.seq_len:,} = {counted(data_ranks, 'data rank')} "
         f"x {counted(training.local_batch_size, 'sequence')} x {counted(training.seq_len, 'token')} "
         f"x {counted(microbatches, 'microbatch')}",

@@ -22,6 +22,11 @@ class ParameterGroup(Section):
     lr_scale: float = setting(1.0, "factor on the learning rate", ge=0)
 
 
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The named parameters that are trained; frozen ones, whose `requires_grad` is False, are left out."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 NO_DECAY = ("*norm.weight", "*.bias", "tok_embeddings.weight")
 
 
@@ -37,7 +42,7 @@ def split(
     need not have all of it.
 
     Raises:
-        ConfigError: a pattern that matches no parameter; key `groups`.
+        ConfigError: a pattern that matches none of the parameters; key `groups`.
     """
     left = dict(named_parameters)
     names = list(left)
@@ -49,7 +54,7 @@ def split(
         for pattern in group.patterns:
             if not fnmatch.filter(names, pattern):
                 raise ConfigError(
-                    f"groups[{number}].patterns", "matches no parameter", value=pattern,
+                    f"groups[{number}].patterns", "matches no trained parameter", value=pattern,
                     allowed=f"shell-style patterns of names such as {', '.join(names[:3])}",
                 )  # fmt: skip
         mine = [name for name in left if any(fnmatch.fnmatchcase(name, p) for p in group.patterns)]

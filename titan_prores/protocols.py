@@ -196,7 +196,11 @@ class Optimizer(Protocol):
     def __init__(self, config: Section) -> None: ...
 
     def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """An optimizer with one group or more. Raises ConfigError for a pattern that matches no parameter name."""
+        """An optimizer with one group or more; frozen parameters are not given to it.
+
+        Raises:
+            ConfigError: a pattern matches no parameter name.
+        """
 
 
 class LRScheduler(Protocol):

@@ -11,6 +11,7 @@ from titan_prores import registry
 from titan_prores.config import Tree, dotted, split_key
 from titan_prores.errors import ConfigError, ConfigErrors, counted
 from titan_prores.log import logger
+from titan_prores.parameter_groups import trained
 from titan_prores.parts import Part, resolve_part
 from titan_prores.protocols import Dataset, LRScheduler, Optimizer
 from titan_prores.recipe import Recipe
@@ -144,7 +145,7 @@ def learning_rates_changed(
 
 def _learning_rate(optimizer: Optimizer, scheduler: LRScheduler, model: nn.Module) -> Callable[[int], float]:
     """Completed updates -> learning rate of the optimizer's last group, which the rows show."""
-    peak = optimizer.build(model.named_parameters()).param_groups[-1]["lr"]
+    peak = optimizer.build(trained(model)).param_groups[-1]["lr"]
     return lambda step: peak * scheduler.factor(step)
 
 

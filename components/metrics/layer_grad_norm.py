@@ -29,7 +29,8 @@ class LayerGradNorm(Metric):
         if step % self.config.every_steps:
             return {}
         # Stacked on the device, so that the host waits once and not once a layer.
+        device = next(model.parameters()).device  # where the norm of a layer without gradients belongs too
         norms = torch.stack(
-            [total_norm(p.grad for p in layer.parameters() if p.grad is not None) for layer in model.layers]
+            [total_norm(p.grad for p in layer.parameters() if p.grad is not None).to(device) for layer in model.layers]
         )
         return {"layer_grad_norm": norms.tolist()}

@@ -147,13 +147,17 @@ class FullyShardedDataParallel(Parallelism):
         if self.mesh.degrees["dp_shard"] > 1:
             # What arrived for the layer in use, and what arrives meanwhile for the next ones.
             gathered += (1 + max(1, self.config.forward_prefetch, self.config.backward_prefetch)) * max(layers)
-        summed = self._groups(model, lambda name: self.param_dtype.itemsize + self.reduce_dtype.itemsize)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        summed = self._groups(
+            model, lambda name: 0 if name in frozen else self.param_dtype.itemsize + self.reduce_dtype.itemsize
+        )
         held = {
             "weights gathered: all outside of the layers, of the layer in use, and buffers": gathered,
             f"gradients on their way to be summed over ranks in {_name(self.reduce_dtype)}": max(summed.values()),
         }
         if microbatches > 1 and self.config.accumulate_gradients == "unsharded":
-            count = sum(self._groups(model, lambda name: self.reduce_dtype.itemsize).values())
+            unsharded = self._groups(model, lambda name: 0 if name in frozen else self.reduce_dtype.itemsize)
+            count = sum(unsharded.values())
             held[f"{_name(self.reduce_dtype)} gradients, unsharded until the last microbatch sums them"] = count
         return held
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from titan_prores.config import Section, setting
 from titan_prores.errors import ConfigError
+from titan_prores.parameter_groups import trained
 from titan_prores.protocols import TensorParallelPlan
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Parallelism, Phase
@@ -79,6 +80,7 @@ class TensorParallel(Parallelism):
         self.mesh = facts.mesh.device_mesh["tp"]
         self.plan: TensorParallelPlan = model.tensor_parallel_plan()
         float8 = facts.notes.get("float8_cast_before_gather", frozenset())
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         float8_makers = float8_styles(self.mesh.device_type) if float8 else {}
         for pattern, word in self.plan.modules.items():
             if word not in STYLES:
@@ -90,6 +92,8 @@ class TensorParallel(Parallelism):
                 make_style = float8_makers[word] if cast else STYLES[word][0]
                 # The weights are on the meta device: there is nothing to send to other ranks.
                 parallelize_module(module, self.mesh, make_style(), src_data_rank=None)
+        for name in frozen:  # torch's style of norms makes new parameters, which are trained
+            model.get_parameter(name).requires_grad_(False)
 
     def _columns_below(self, model: nn.Module, name: str) -> set[str]:
         """Names of the linears that take a gathered module's input."""
@@ -133,7 +137,7 @@ class TensorParallel(Parallelism):
         if self.config.async_tp:
             self._overlap(next(model.parameters()).device)
         # Not earlier: these parameters are not those that `apply` saw.
-        for parameter in model.parameters():
+        for _, parameter in trained(model):
             parameter.register_post_accumulate_grad_hook(_finish_sum)
 
     def _overlap(self, device: torch.device) -> None:

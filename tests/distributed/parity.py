@@ -46,7 +46,9 @@ class CaptureGradients(Metric):
         if step == 1:
             CaptureGradients.captured = {}
         if step in self.config.steps:
-            CaptureGradients.captured |= {(step, name): full(p.grad) for name, p in model.named_parameters()}
+            CaptureGradients.captured |= {
+                (step, name): full(p.grad) for name, p in model.named_parameters() if p.grad is not None
+            }
         return {}
 
 
@@ -106,10 +108,13 @@ def train(
         assert isinstance(alpha, DTensor) and all(p == Replicate() for p in alpha.placements)
     trainer.train()
     trainer.run.close()
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.requires_grad or torch.equal(full(parameter), weights[name]), f"{name} is frozen"
     if rank:
         return {}
     found = rows(Path(run))
     return {
+        "trained": {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad},
         "weights": weights, "gradients": CaptureGradients.captured,
         "losses": [row["loss"] for row in found if "loss" in row],
         "alphas": [row["alpha"] for row in found if "alpha" in row],
@@ -154,7 +159,7 @@ def assert_same_run(run: dict[str, Any], reference: dict[str, Any]) -> None:
     assert run["weights"].keys() == reference["weights"].keys()
     for name, weight in reference["weights"].items():
         assert torch.equal(run["weights"][name], weight), f"initial {name}"
-    assert {name for _, name in reference["gradients"]} == reference["weights"].keys()
+    assert {name for _, name in reference["gradients"]} == reference["trained"] == run["trained"]
     for (step, name), error in gradient_errors(run["gradients"], reference["gradients"]).items():
         assert error <= 1e-5, f"gradient of {name} in step {step}: {error:.1e}"
     torch.testing.assert_close(run["grad_norms"], reference["grad_norms"], rtol=1e-4, atol=0, msg="grad norm")

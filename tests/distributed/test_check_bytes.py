@@ -32,6 +32,9 @@ LAYOUTS = {
         "--transforms.float8.recipe_name=tensorwise", "--transforms.float8.enable_fsdp_float8_all_gather=true",
         "--transforms.float8.precompute_float8_dynamic_scale_for_fsdp=true",
     ],
+    "fsdp2xtp2-frozen": [
+        "--parallelism.tensor_parallel_degree=2", "--model.name=tests.distributed.frozen:FrozenLlama",
+    ],
     "tp4": ["--parallelism.tensor_parallel_degree=4"],
 }  # fmt: skip
 CHECKPOINTS = {
@@ -71,7 +74,7 @@ class GradientBytes(Metric):
     found: ClassVar[int] = 0
 
     def measure(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
-        GradientBytes.found = local_bytes(p.grad for p in model.parameters())
+        GradientBytes.found = local_bytes(p.grad for p in model.parameters() if p.grad is not None)
         return {}
 
 

@@ -39,11 +39,12 @@ VARIANTS = {
     "post-prores": [PRORES, "--model.norm=post"],
     "sandwich": [BASELINE, "--model.norm=sandwich", "--model.n_kv_heads=2"],
     "sandwich-prores": [PRORES, "--model.norm=sandwich"],
+    "frozen": [PRORES, "--model.name=tests.distributed.frozen:FrozenLlama", "--model.norm=sandwich"],
     "scaled-tied": [BASELINE, "--model.norm=scaled", "--model.tie_embeddings=true"],
 }
 
 
-QUICK = ("pre-prores", "sandwich", "scaled-tied")
+QUICK = ("pre-prores", "sandwich", "frozen", "scaled-tied")
 
 
 def train_variants(
