@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from titan_prores.losses import as_terms
 from titan_prores.parameter_groups import trained
 from titan_prores.transform import Transforms
 
@@ -140,7 +141,7 @@ def step_bytes(
             stack.callback(hook.remove)
         stack.enter_context(transforms.computing())
         live = stack.enter_context(LiveBytes(fake))
-        value = loss(model(tokens_BS), labels_BS)
+        value = as_terms(loss(model(tokens_BS), labels_BS)).total
         # Weights that FSDP has gathered were made meanwhile too, and those of a layer are resized to nothing after it.
         weights = {id(part.untyped_storage()) for p in model.parameters() for part in _parts(p)}
         kept = sum(storage.nbytes() for storage in live.storages() if id(storage) not in weights)

@@ -17,6 +17,7 @@ from titan_prores.errors import ConfigError, ConfigErrors, MissingError
 from titan_prores.failures import own_fault
 from titan_prores.init import allocate, init_weights, match_rules, unfilled_buffers
 from titan_prores.log import logger
+from titan_prores.losses import cross_entropy, gives_cross_entropy
 from titan_prores.mesh import Mesh
 from titan_prores.parameter_groups import trained
 from titan_prores.parts import Part
@@ -36,6 +37,8 @@ class Components:
     Tokenizer and dataset may be None where only the size of a run is asked for.
 
     Attributes:
+        validation_loss: the plain cross-entropy, as transforms compute it; known once the model is transformed.
+        loss_is_cross_entropy: whether what `loss` gives as the cross-entropy is it, and so has a perplexity.
         parameter_device: where weights are kept, if not on the mesh's device; known once the model is transformed.
     """
 
@@ -48,6 +51,8 @@ class Components:
     validator: Validator
     metrics: list[Metric]
     transforms: Transforms
+    validation_loss: Loss = cross_entropy
+    loss_is_cross_entropy: bool = True
     parameter_device: torch.device | None = None
 
     def build_optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
@@ -182,7 +187,10 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         raise
     components.parameter_device = facts.parameter_device
     components.build_optimizer(components.model)  # to refuse early what does not fit: a transform may freeze parameters
-    components.loss = components.transforms.wrap_loss(components.loss)
+    components.loss = components.transforms.before(Phase.COMPILE).wrap_loss(components.loss)
+    components.loss_is_cross_entropy = gives_cross_entropy(components.loss)  # here, or the example would be compiled
+    components.loss = components.transforms.since(Phase.COMPILE).wrap_loss(components.loss)
+    components.validation_loss = components.transforms.wrap_validation_loss(cross_entropy)
     return lines
 
 

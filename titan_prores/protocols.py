@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titan_prores.init import InitRule
+    from titan_prores.losses import LossTerms
     from titan_prores.mesh import Mesh
     from titan_prores.probing import Probing
     from titan_prores.run_folder import RunFolder
@@ -179,15 +180,19 @@ class Model(Protocol):
 
 
 class Loss(Protocol):
-    """Called as loss(logits_BSV, labels_BS) -> scalar: the fp32 sum over labels that are not -100.
+    """What training descends, called as loss(logits_BSV, labels_BS). Validation measures the plain cross-entropy.
 
-    Under tensor parallelism logits are a DTensor split over the vocabulary, and torch's loss_parallel is on; the scalar
-    is a plain tensor in any case.
+    It returns the cross-entropy, a scalar: the fp32 sum over labels that are not -100. One that descends more, such as
+    label smoothing or a z-loss, returns `titan_prores.losses.LossTerms`: the cross-entropy, and its other terms by
+    name. The rows show each under its name; a scalar that is not the cross-entropy has no perplexity there.
+
+    Under tensor parallelism logits are a DTensor split over the vocabulary, and torch's loss_parallel is on; scalars
+    are plain tensors in any case.
     """
 
     def __init__(self, config: Section) -> None: ...
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | LossTerms: ...
 
 
 class Optimizer(Protocol):

@@ -12,19 +12,20 @@ import torch
 
 from titan_prores import mesh as mesh_module
 from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
-from titan_prores.data import DataError, TokenWindows, microbatches
+from titan_prores.data import IGNORED_LABEL, DataError, TokenWindows, microbatches
 from titan_prores.errors import counted
 from titan_prores.failures import FailureBoard
 from titan_prores.garbage import ScheduledCollection
 from titan_prores.grad_norm import clip, total_norm
 from titan_prores.init import name_seed
 from titan_prores.log import logger, setup
+from titan_prores.losses import as_terms
 from titan_prores.mesh import World
 from titan_prores.nonfinite import NonFinitePolicy, keep_batch
 from titan_prores.probing import Probing
 from titan_prores.profiling import profiler
 from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
-from titan_prores.records import Records, perplexity
+from titan_prores.records import Records, add, perplexity
 from titan_prores.resume import check_start, models_changed, text_sources
 from titan_prores.run_folder import RunFolder
 from titan_prores.saving import Saver
@@ -111,6 +112,12 @@ class Trainer:
         self._begin("building the model")
         for line in applied:
             logger.info(line)
+        if not self.parts.loss_is_cross_entropy:
+            logger.warning(
+                "loss: what %s gives is not the cross-entropy, so the rows show it as loss, without a perplexity; one "
+                "that returns LossTerms has both (validation measures the plain cross-entropy)",
+                recipe.slots["loss"].name,
+            )
         self.model = materialize(recipe, self.parts, self.mesh.device)
         self.optimizer, self.added = self.parts.build_optimizer(self.model)
         self.probing = Probing(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
@@ -202,38 +209,42 @@ class Trainer:
         # Random numbers depend on what is computed, not on what was computed before: no state to save.
         torch.manual_seed(name_seed(self.recipe.training.seed, f"step {self.step} rank {self.mesh.data_rank}"))
 
-        valid = sum((labels_BS != -100).sum() for _, labels_BS in batches)
+        valid = sum((labels_BS != IGNORED_LABEL).sum() for _, labels_BS in batches)
         valid = self.mesh.sum_over_data(valid)
-        loss_sum = torch.zeros((), device=self.mesh.device)
+        loss_sum, other_sums = torch.zeros((), device=self.mesh.device), {}
         for number, (tokens_BS, labels_BS) in enumerate(batches, 1):
             self.transforms.before_microbatch(last=number == count)
             with self.transforms.computing():
-                loss = self.parts.loss(self.model(tokens_BS), labels_BS) / valid
-                loss.backward()
-            loss_sum += loss.detach()
+                found = as_terms(self.parts.loss(self.model(tokens_BS), labels_BS))
+                (found.total / valid).backward()
+            loss_sum += found.cross_entropy.detach() / valid
+            for name, term in found.others.items():
+                other_sums[name] = other_sums.get(name, 0.0) + term.detach() / valid
 
         self.transforms.after_backward()
         probed = self.records.measure(self.step + 1, self.model)
         grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm, apart=self.added)
-        local_loss = loss_sum.clone()
-        numbers = torch.stack([self.mesh.sum_over_data(loss_sum), grad_norm.to(loss_sum.device)])
-        loss_value, norm_value = self.mesh.agree(numbers).tolist()  # the one wait for the device
+        summed = self.mesh.sum_over_data(torch.stack([loss_sum, *other_sums.values()]))
+        numbers = torch.cat([summed, grad_norm.to(summed).view(1)])
+        loss_value, *other_values, norm_value = self.mesh.agree(numbers).tolist()  # the one wait for the device
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         self.saver.before_update()
         if finite:
             self.optimizer.step()
         else:
             facts = {"step": self.step + 1, "loss": loss_value, "grad_norm": norm_value, "first_sample": sample}
-            keep_batch(self.run.path / "nonfinite", batches, facts, local_loss.item(), self.model, self.mesh)
+            keep_batch(self.run.path / "nonfinite", batches, facts, loss_sum.item(), self.model, self.mesh)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.samples += self.batch_size
         self.transforms.after_step(self.step)
         row = {
-            "step": self.step, "loss": loss_value, "perplexity": perplexity(loss_value), "grad_norm": norm_value,
+            "step": self.step, "loss": loss_value, "grad_norm": norm_value,
+            **({"perplexity": perplexity(loss_value)} if self.parts.loss_is_cross_entropy else {}),
             "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len,
             **self.clock.step(self.batch_size * self.recipe.training.seq_len), **({} if finite else {"skipped": True}),
         }  # fmt: skip
+        add(row, dict(zip(other_sums, other_values, strict=True)), "the loss")
         self.records.write_step(row, self.transforms, probed)
         self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
 
@@ -299,7 +310,7 @@ class Trainer:
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         with self.transforms.computing():
             found = self.parts.validator.validate(
-                self.model, self.parts.loss, windows, self.mesh, self.recipe.training.local_batch_size,
+                self.model, self.parts.validation_loss, windows, self.mesh, self.recipe.training.local_batch_size,
                 lambda: self.mesh.any(self.stop_request.name is not None),
             )  # fmt: skip
         self.transforms.after_evaluation()

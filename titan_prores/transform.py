@@ -153,7 +153,14 @@ class Transform:
         return []
 
     def wrap_loss(self, loss: Loss) -> Loss:
-        """What the run shall call instead of `loss`, in training and validation; called once, in order of phase."""
+        """What training shall call instead of `loss`, any callable; called once, in order of phase.
+
+        A term that is added belongs into `titan_prores.losses.LossTerms`.
+        """
+        return loss
+
+    def wrap_validation_loss(self, loss: Loss) -> Loss:
+        """What validation shall call instead of the cross-entropy: the same, computed in another way."""
         return loss
 
     def describe(self) -> str:
@@ -255,6 +262,10 @@ class Transforms:
         """Those of earlier phases."""
         return Transforms((name, transform) for name, transform in self.named if transform.phase < phase)
 
+    def since(self, phase: Phase) -> Transforms:
+        """Those of this phase and later ones."""
+        return Transforms((name, transform) for name, transform in self.named if transform.phase >= phase)
+
     # --- Building a run -------------------------------------------------------------------------------------------
 
     def apply(self, model: nn.Module, facts: Facts) -> list[str]:
@@ -299,6 +310,12 @@ class Transforms:
         """The loss with every wrapper around it, that of the last phase outermost."""
         for transform in self:
             loss = transform.wrap_loss(loss)
+        return loss
+
+    def wrap_validation_loss(self, loss: Loss) -> Loss:
+        """The same for the loss of validation."""
+        for transform in self:
+            loss = transform.wrap_validation_loss(loss)
         return loss
 
     def init_rules(self) -> list[InitRule]:

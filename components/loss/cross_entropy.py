@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING
 
 from titan_prores.config import Section
 from titan_prores.registry import register
+
+if TYPE_CHECKING:
+    import torch
 
 
 @register("loss", "cross_entropy")
@@ -21,10 +23,6 @@ class CrossEntropy:
 
     def __call__(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """fp32 sum over the labels that are not -100; 0 where there are none."""
-        from torch.distributed.tensor import DTensor  # takes long to load, for a recipe that has a fault
+        from titan_prores.losses import cross_entropy  # takes long to load, for a recipe that has a fault
 
-        logits = logits_BSV.flatten(0, 1).float()
-        loss = F.cross_entropy(logits, labels_BS.flatten(), ignore_index=-100, reduction="sum")
-        # Logits split over the vocabulary give a DTensor: each rank has the whole sum. Not hasattr, which is False of a
-        # DTensor inside compiled code.
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        return cross_entropy(logits_BSV, labels_BS)

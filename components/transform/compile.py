@@ -91,6 +91,9 @@ class Compile(Transform):
         compiled = torch.compile(_function(loss), **self.options)
         return _uncached(compiled) if self.vocabulary_is_split else compiled
 
+    def wrap_validation_loss(self, loss: Loss) -> Loss:
+        return self.wrap_loss(loss)
+
     def describe(self) -> str:
         config = self.config
         settings = [f"mode {config.mode}"] * (config.mode != "default") + ["fullgraph"] * config.fullgraph

@@ -484,3 +484,79 @@ def test_a_probe_without_held_out_text_is_refused(tmp_path: Path) -> None:
     assert "training.seq_len = 64: the validation split has 0 tokens" in finished.err
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+Z_LOSS = '''
+import torch, torch.nn.functional as F
+from titan_prores.config import Section, setting
+from titan_prores.losses import LossTerms, as_terms
+from titan_prores.registry import register
+from titan_prores.transform import Phase, Transform
+
+
+@register("transform", "z_loss")
+class ZLoss(Transform):
+    """Adds the squared logarithm of the softmax's denominator to what training descends."""
+
+    class Config(Section):
+        weight: float = setting(0.1, "of the term")
+
+    phase = Phase.REWRITE
+    changes_model = False
+
+    def apply(self, model, facts):
+        pass
+
+    def wrap_loss(self, loss):
+        def with_z_loss(logits, labels):
+            found = as_terms(loss(logits, labels))
+            z = logits.float().logsumexp(-1).square() * (labels != -100)
+            return LossTerms(found.cross_entropy, {**found.others, "z_loss": self.config.weight * z.sum()})
+
+        return with_z_loss
+
+
+@register("loss", "smoothed")
+class Smoothed:
+    """A scalar that is not the cross-entropy."""
+
+    class Config(Section):
+        pass
+
+    def __init__(self, config):
+        pass
+
+    def __call__(self, logits, labels):
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", label_smoothing=0.5)
+'''
+
+
+@pytest.mark.slow
+def test_a_term_of_the_training_loss_is_trainings_alone(tmp_path: Path) -> None:
+    """In step 1 the learning rate is 0 and all weights are equal: rows may differ in the term and gradients alone."""
+    (tmp_path / "parts.py").write_text(Z_LOSS)
+    own = {
+        "plain": [], "z": ["--transforms.z_loss.enabled=true"],
+        "compiled": ["--transforms.z_loss.enabled=true", "--transforms.compile.enabled=true"],
+        "smoothed": ["--loss.name=smoothed"],
+    }  # fmt: skip
+    found = {}
+    for name, ranks in (("plain", 1), ("z", 1), ("compiled", 2), ("smoothed", 1)):
+        run = tmp_path / name
+        given = debug(run, f"--import={tmp_path / 'parts.py'}", *own[name], "--training.stop_after=2")
+        text = fork(*given, ranks=ranks).text
+        assert ("loss: what smoothed gives is not the cross-entropy" in text) == (name == "smoothed")
+        found[name] = rows(run)
+    step, validation = ({name: each[k] for name, each in found.items()} for k in (0, -1))
+    for name in ("z", "compiled"):
+        assert step[name]["loss"] == pytest.approx(step["plain"]["loss"], rel=1e-5)
+        assert step[name]["perplexity"] == pytest.approx(math.exp(step["plain"]["loss"]), rel=1e-4)
+        # Untrained logits are close to 0: the logarithm of 257 of them is ln 257.
+        assert step[name]["z_loss"] == pytest.approx(0.1 * math.log(257) ** 2, rel=0.02)
+        assert step[name]["grad_norm"] > 1.01 * step["plain"]["grad_norm"], "the term is descended"
+    assert step["compiled"]["z_loss"] == pytest.approx(step["z"]["z_loss"], rel=1e-5)
+    assert "z_loss" not in step["plain"] and not any("z_loss" in row for row in validation.values())
+    assert "perplexity" not in step["smoothed"] and step["smoothed"]["loss"] != step["plain"]["loss"]
+    for name in ("z", "smoothed"):  # one update with another gradient, and the same measure
+        plain = validation["plain"]["validation_loss"]
+        assert validation[name]["validation_loss"] == pytest.approx(plain, abs=0.05) != step[name]["loss"]

@@ -16,21 +16,34 @@ from tests.integration.launch import debug, finish, fork, losses, processes_of, 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 PARTS = '''
-import pathlib, time, torch
-from titan_prores.registry import lookup, register
+import pathlib, time
+from titan_prores.config import Section
+from titan_prores.registry import register
+from titan_prores.transform import Phase, Transform
 
 
-@register("loss", "slow")
-class Slow(lookup("loss", "cross_entropy")):
-    """Cross-entropy that takes its time in validation, while a file says so."""
+@register("transform", "slow_validation")
+class SlowValidation(Transform):
+    """Makes validation take its time, while a file says so."""
 
-    def __call__(self, logits, labels):
+    class Config(Section):
+        pass
+
+    phase = Phase.PRECISION
+
+    def apply(self, model, facts):
+        pass
+
+    def wrap_validation_loss(self, loss):
         here = pathlib.Path(__file__)
-        if not torch.is_grad_enabled():
+
+        def slow(logits, labels):
             here.with_name("validating").touch()
             if here.with_name("slow").exists():
                 time.sleep(0.5)
-        return super().__call__(logits, labels)
+            return loss(logits, labels)
+
+        return slow
 '''
 
 
@@ -39,7 +52,8 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "slow").touch()
     run = tmp_path / "run"
-    own = debug(run, f"--import={tmp_path / 'parts.py'}", "--loss.name=slow", "--training.stop_after=12",
+    own = debug(run, f"--import={tmp_path / 'parts.py'}", "--transforms.slow_validation.enabled=true",
+                "--training.stop_after=12",
                 "--validation.freq=6", "--validation.batch_size=1", "--checkpoint.interval=4",
                 "--checkpoint.keep_best_k=2", "--checkpoint.keep_latest_k=2")  # fmt: skip
     process = start(*own, ranks=ranks)

@@ -20,6 +20,7 @@ CALLS: list[tuple[str, str]] = []
 HOOKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "apply": ((nn.Linear(1, 1), Facts(SimpleNamespace(degrees={}))), {}),
     "wrap_loss": ((lambda logits, labels: logits,), {}),
+    "wrap_validation_loss": ((lambda logits, labels: logits,), {}),
     "init_rules": ((), {}),
     "parameter_groups": ((nn.Linear(1, 1),), {}),
     "on_materialize": ((nn.Linear(1, 1),), {}),
@@ -80,7 +81,7 @@ def test_hooks_run_in_the_order_of_the_phases(hook: str) -> None:
 
 def test_no_hook_of_the_container_is_left_out() -> None:
     own = {name for name in vars(Transforms) if not name.startswith("_")}
-    assert own - {"before"} == set(HOOKS)
+    assert own - {"before", "since"} == set(HOOKS)
 
 
 def test_what_is_of_one_phase_stays_in_the_order_given() -> None:
@@ -88,6 +89,7 @@ def test_what_is_of_one_phase_stays_in_the_order_given() -> None:
     transforms = Transforms((name, noting(name, phase)) for name, phase in named)
     assert [name for name, _ in transforms.named] == ["z", "b", "c", "a"]
     assert [name for name, _ in transforms.before(Phase.COMPILE).named] == ["z"]
+    assert [name for name, _ in transforms.since(Phase.COMPILE).named] == ["b", "c", "a"]
 
 
 def test_a_recipe_gives_them_in_that_order() -> None:
