@@ -86,6 +86,26 @@ class LiveBytes(TorchDispatchMode):
         del self._alive[key]
 
 
+class LargestGather(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that was gathered from other ranks while it was on.
+
+    Attributes:
+        elements: of that tensor; 0 where nothing was gathered.
+    """
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+            return NotImplemented  # as for LiveBytes
+        out = func(*args, **(kwargs or {}))
+        if "all_gather" in str(func):
+            self.elements = max(self.elements, *(tensor.numel() for tensor in _tensors(out)))
+        return out
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 

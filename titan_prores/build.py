@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_prores.activation_bytes import ActivationBytes, step_bytes
+from titan_prores.activation_bytes import ActivationBytes, LargestGather, looks_at_values, step_bytes
 from titan_prores.data import TokenCache, TokenWindows, prepare
 from titan_prores.errors import ConfigError, ConfigErrors, MissingError
 from titan_prores.failures import own_fault
 from titan_prores.init import allocate, init_weights, match_rules, unfilled_buffers
-from titan_prores.log import logger
-from titan_prores.losses import cross_entropy, gives_cross_entropy
+from titan_prores.log import logger, quiet
+from titan_prores.losses import as_terms, cross_entropy, gives_cross_entropy
 from titan_prores.mesh import Mesh
 from titan_prores.parameter_groups import trained
 from titan_prores.parts import Part
@@ -168,7 +168,8 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         handled: what no transform need take care of (see `Facts.handled`).
 
     Raises:
-        ConfigError: the recipe needs something that no transform provides.
+        ConfigError: the recipe needs something that no transform provides, the optimizer's settings do not fit what is
+            trained.
     """
     facts = Facts(
         mesh,
@@ -192,6 +193,50 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
     components.loss = components.transforms.since(Phase.COMPILE).wrap_loss(components.loss)
     components.validation_loss = components.transforms.wrap_validation_loss(cross_entropy)
     return lines
+
+
+def check_loss(recipe: Recipe, components: Components, mesh: Mesh) -> None:
+    """Run the loss once, forward and backward, on fake logits split over the vocabulary as a step gives them.
+
+    Nothing is allocated or sent. Without tensor parallelism there is nothing to check.
+
+    Raises:
+        ConfigError: it does not run on such logits, or returns something other than plain tensors.
+    """
+    config = recipe.slots["model"].config
+    vocabulary = getattr(config, "vocab_size", None) or (components.tokenizer and components.tokenizer.n_vocab)
+    if mesh.degrees["tp"] == 1 or not vocabulary:
+        return
+    training, tp = recipe.training, mesh.device_mesh["tp"]
+    shape = (training.local_batch_size, training.seq_len)
+    dtype = DTYPES[training.mixed_precision_param or training.dtype]
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"),
+        components.transforms.computing(), quiet("torch._subclasses.fake_tensor"), LargestGather() as gathered,
+    ):  # fmt: skip
+        whole = torch.empty(*shape, vocabulary, dtype=dtype, device=mesh.device)
+        logits = distribute_tensor(whole, tp, [Shard(2)], src_data_rank=None).requires_grad_()
+        labels = torch.zeros(shape, dtype=torch.int64, device=mesh.device)
+        try:
+            terms = as_terms(components.loss(logits, labels))
+            if any(isinstance(term, DTensor) for term in (terms.cross_entropy, *terms.others.values())):
+                raise TypeError("it returns a DTensor, not a plain tensor")
+            terms.total.backward()
+        except Exception as error:
+            if looks_at_values(error):
+                return
+            fault = own_fault("loss", error)
+            fault.problem = (
+                f"{recipe.slots['loss'].name} does not run on logits that tensor parallelism splits over the "
+                f"vocabulary; titan_prores.vocab_parallel has functions that do: {fault.problem}"
+            )
+            raise fault from error
+    if gathered.elements >= whole.numel():
+        logger.warning(
+            "loss %s gathers the logits of the whole vocabulary on each rank of tensor parallelism; "
+            "titan_prores.vocab_parallel has functions that do not",
+            recipe.slots["loss"].name,
+        )
 
 
 def materialize(recipe: Recipe, components: Components, device: torch.device) -> nn.Module:

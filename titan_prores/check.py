@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_prores import mesh as mesh_module
 from titan_prores.activation_bytes import looks_at_values
-from titan_prores.build import Components, activation_bytes, build_components, state_bytes, transform_model
+from titan_prores.build import Components, activation_bytes, build_components, check_loss, state_bytes, transform_model
 from titan_prores.errors import MissingError, counted
 from titan_prores.failures import own_fault, summarise
 from titan_prores.log import quiet
@@ -38,6 +38,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     mesh = mesh_module.start_fake(degrees)
     try:
         transforms = transform_model(recipe, components, mesh)
+        check_loss(recipe, components, mesh)
         n_parameters = sum(p.numel() for p in model.parameters())
         n_trained = sum(p.numel() for _, p in trained(model))
         held, about = _held(recipe, components, mesh, microbatches)

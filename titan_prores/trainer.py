@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from titan_prores import mesh as mesh_module
-from titan_prores.build import build_components, choose_checkpoint, materialize, prepare_data, transform_model
+from titan_prores.build import (
+    build_components,
+    check_loss,
+    choose_checkpoint,
+    materialize,
+    prepare_data,
+    transform_model,
+)
 from titan_prores.data import IGNORED_LABEL, DataError, TokenWindows, microbatches
 from titan_prores.errors import counted
 from titan_prores.failures import FailureBoard
@@ -92,6 +99,7 @@ class Trainer:
         self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
         self.microbatches_a_step = self.batch_size // (recipe.training.local_batch_size * self.mesh.data_size)
         applied = transform_model(recipe, self.parts, self.mesh)
+        check_loss(recipe, self.parts, self.mesh)
 
         self.run = RunFolder(Path(recipe.job.dump_folder), is_main=self.mesh.is_main)
         self.mesh.on_main(self.run.open)

@@ -1,10 +1,12 @@
 """Plans of tensor parallelism: what is refused before ranks meet, and that no weight or pattern is left over."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -13,7 +15,7 @@ from components.model.llama import Llama, LlamaConfig
 from components.model.norm_schemes import NORM_SCHEMES
 from components.parallelism.fsdp import FullyShardedDataParallel
 from components.parallelism.tensor_parallel import TensorParallel
-from titan_prores import config, registry
+from titan_prores import build, config, registry, vocab_parallel
 from titan_prores import mesh as mesh_module
 from titan_prores.check import report
 from titan_prores.errors import ConfigError
@@ -193,3 +195,71 @@ def test_plans_with_a_fault(norm, change, said, monkeypatch):
     monkeypatch.setattr(model, "tensor_parallel_plan", lambda: dataclasses.replace(plan, modules=modules))
     with pytest.raises(ConfigError, match=said):
         apply(model)
+
+
+class Smoothed:
+    """What torch's loss_parallel cannot do."""
+
+    Config = config.Section
+
+    def __init__(self, config: config.Section) -> None:
+        pass
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
+
+
+class Split(Smoothed):
+    """Its value is left on the mesh."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Gathering(Smoothed):
+    """torch gathers logits for its logsumexp; they are right."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        value = torch.logsumexp(logits, -1).square().sum()
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+class Offered(Smoothed):
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+class LooksAtValues(Smoothed):
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel.cross_entropy(logits, labels) * (1.0 if labels.sum().item() else 2.0)
+
+
+def check_loss_of(name: str, degree: int) -> None:
+    """As the engine does before a run and in --check."""
+    tree = config.load(
+        REPOSITORY / "train_configs/debug.toml",
+        [f"--parallelism.tensor_parallel_degree={degree}", f"--loss.name={__name__}:{name}"],
+        registry.builtin_folder() / "defaults.toml",
+    )
+    recipe, degrees = resolve(tree, degree), {"dp_replicate": 1, "dp_shard": 1, "tp": degree}
+    components = build.build_components(recipe, degrees)
+    mesh = mesh_module.start_fake(degrees)
+    try:
+        build.transform_model(recipe, components, mesh)
+        build.check_loss(recipe, components, mesh)
+    finally:
+        mesh_module.stop()
+
+
+@pytest.mark.parametrize(("name", "said"), [("Smoothed", "masked_fill"), ("Split", "it returns a DTensor")])
+def test_a_loss_that_cannot_run_on_a_split_vocabulary_is_refused(name, said):
+    check_loss_of(name, 1)
+    with pytest.raises(ConfigError, match=rf"^loss: \S+:{name} does not run .*titan_prores\.vocab_parallel.*{said}"):
+        check_loss_of(name, 2)
+
+
+@pytest.mark.parametrize("name", ["Offered", "LooksAtValues", "Gathering"])
+def test_a_loss_that_gathers_logits_is_told(name, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("titan_prores"), "propagate", True)
+    check_loss_of(name, 2)
+    assert ("gathers the logits of the whole vocabulary" in caplog.text) == (name == "Gathering")
