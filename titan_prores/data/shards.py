@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
+from titan_prores.errors import ConfigError, counted
 from titan_prores.protocols import Dataset, DatasetSection, Tokenizer
 
 FORMAT_VERSION = 1
@@ -364,7 +364,7 @@ def _write_shards(
 
     def progress(verb: str) -> str:
         rate = n_bytes / 1e6 / max(time.monotonic() - started, 1e-9)
-        return f"{verb} {source_name}: {n_documents:,} documents, {n_tokens:,} tokens, {rate:.1f} MB/s"
+        return f"{verb} {source_name}: {counted(n_documents, 'document')}, {counted(n_tokens, 'token')}, {rate:.1f} MB/s"
 
     try:
         for document in dataset.documents():
