@@ -69,12 +69,14 @@ class Components:
         added = [parameter for group in groups for parameter in group["params"]]
         theirs = {id(parameter) for parameter in added}
         own = [(name, parameter) for name, parameter in trained(model) if id(parameter) not in theirs]
-        if not own:
+        if not own and not added:
             raise ConfigError("model", "every parameter is frozen, so there is nothing to train")
         try:
-            optimizer = self.optimizer.build(own)
+            optimizer = self.optimizer.build(own or trained(model))
         except ConfigError as error:
             raise error.under("optimizer") from error
+        if not own:  # all that is trained has groups of its own
+            optimizer.param_groups.clear()
         for number, group in enumerate(groups):
             optimizer.add_param_group(group)
             optimizer.param_groups.insert(number, optimizer.param_groups.pop())
@@ -137,8 +139,11 @@ def build_components(
     lr_scheduler = build_part(slots["lr_scheduler"], total_steps=training.steps)
     validator = build_part(slots["validation"])
     metrics = [build_part(part) for part in recipe.sets["metrics"]]
+    found = len(errors)
     if optimizer is not None and model is not None and (own := trained(model)):
         attempt(lambda: optimizer.build(own), "optimizer")
+    # What transforms will add is not there yet: where they may add what a pattern is for, `build_optimizer` decides.
+    unmatched = errors[found:]
 
     def build_transform(part: Part) -> Transform:
         transform = part.build()
@@ -148,6 +153,8 @@ def build_components(
 
     parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
     transforms = [(part.name, attempt(lambda part=part: build_transform(part), part.key)) for part in parts]
+    if errors == unmatched and any(type(each).init_rules is not Transform.init_rules for _, each in transforms):
+        errors = []
     if missing is not None and (tokenizer is not None or getattr(slots["model"].config, "vocab_size", None)):
         missing += [error for error in errors if isinstance(error, MissingError)]
         errors = [error for error in errors if not isinstance(error, MissingError)]
@@ -187,7 +194,11 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         error.where = error.where or recipe.origins.get(error.key)
         raise
     components.parameter_device = facts.parameter_device
-    components.build_optimizer(components.model)  # to refuse early what does not fit: a transform may freeze parameters
+    try:
+        components.build_optimizer(components.model)  # to refuse early what does not fit those that are left to train
+    except ConfigError as error:
+        error.where = error.where or recipe.origins.get(error.key)
+        raise
     components.loss = components.transforms.before(Phase.COMPILE).wrap_loss(components.loss)
     components.loss_is_cross_entropy = gives_cross_entropy(components.loss)  # here, or the example would be compiled
     components.loss = components.transforms.since(Phase.COMPILE).wrap_loss(components.loss)

@@ -142,6 +142,8 @@ class Transform:
         """How the parameters are drawn that this transform, once applied, has added to the model.
 
         They come before the model's own rules, which must not match any of them. No other transform may change names.
+        Weights that were there keep their names, trained or frozen (`requires_grad`). Parameters put inside of a linear
+        that tensor parallelism splits, such as adapters, are whole on every rank and need no entry in the plan.
         """
         return ()
 
@@ -292,7 +294,10 @@ class Transforms:
             found = [each for each in _names(model) if not any(fnmatchcase(each, pattern) for pattern in patterns)]
             if found != names:
                 changed = sorted(set(names) ^ set(found))[:3]
-                raise ConfigError(name, f"changes the names of weights, which are drawn and saved by them: {changed}")
+                raise ConfigError(
+                name, f"changes the names of weights, which are initialized and saved by them: {changed}",
+                allowed="weights that keep their names, and new ones whose names init_rules() has",
+            )  # fmt: skip
             facts.applied.append(name)
             if what := transform.describe():
                 lines.append(f"{name}: {what}")

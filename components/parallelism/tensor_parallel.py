@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from titan_prores.parameter_groups import trained
 from titan_prores.protocols import TensorParallelPlan
 from titan_prores.registry import register
 from titan_prores.transform import Facts, Parallelism, Phase
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @register("parallelism", "tensor_parallel")
@@ -73,8 +77,6 @@ class TensorParallel(Parallelism):
         facts.handled |= set(self.axes)
         if self.degree == 1:
             return
-        from torch.distributed.tensor.parallel import parallelize_module
-
         from components.parallelism._styles import STYLES, float8_styles
 
         self.mesh = facts.mesh.device_mesh["tp"]
@@ -90,10 +92,27 @@ class TensorParallel(Parallelism):
                 linears = {name} if word != "gather" else self._columns_below(model, name)
                 cast = word in float8_makers and linears and linears <= float8
                 make_style = float8_makers[word] if cast else STYLES[word][0]
-                # The weights are on the meta device: there is nothing to send to other ranks.
-                parallelize_module(module, self.mesh, make_style(), src_data_rank=None)
+                self._split(module, make_style(), with_weights=STYLES[word][1] is not None)
         for name in frozen:  # torch's style of norms makes new parameters, which are trained
             model.get_parameter(name).requires_grad_(False)
+
+    def _split(self, module: nn.Module, style: ParallelStyle, *, with_weights: bool) -> None:
+        """Apply a style to a module. What another transform has put inside one with weights, such as adapters, is kept
+        whole on every rank: it takes and gives DTensors, which are redistributed as its operations need."""
+        from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        inside = module._modules
+        if with_weights:
+            module._modules = {}  # torch's styles would split the weights inside as well
+        # The weights are on the meta device: there is nothing to send to other ranks.
+        parallelize_module(module, self.mesh, style, src_data_rank=None)
+        module._modules = inside
+        for owner in module.modules() if with_weights else ():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if not isinstance(parameter, DTensor):
+                    whole = distribute_tensor(parameter, self.mesh, [Replicate()], src_data_rank=None)
+                    setattr(owner, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
     def _columns_below(self, model: nn.Module, name: str) -> set[str]:
         """Names of the linears that take a gathered module's input."""

@@ -40,11 +40,12 @@ VARIANTS = {
     "sandwich": [BASELINE, "--model.norm=sandwich", "--model.n_kv_heads=2"],
     "sandwich-prores": [PRORES, "--model.norm=sandwich"],
     "frozen": [PRORES, "--model.name=tests.distributed.frozen:FrozenLlama", "--model.norm=sandwich"],
+    "adapters": [PRORES, "--transforms.lora.name=tests.distributed.adapters:LoRA"],
     "scaled-tied": [BASELINE, "--model.norm=scaled", "--model.tie_embeddings=true"],
 }
 
 
-QUICK = ("pre-prores", "sandwich", "frozen", "scaled-tied")
+QUICK = ("pre-prores", "sandwich", "frozen", "adapters", "scaled-tied")
 
 
 def train_variants(

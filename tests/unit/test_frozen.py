@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from components.model.llama import Llama, LlamaConfig
+from tests.distributed.adapters import LoRA
 from titan_prores import config, registry
+from titan_prores import mesh as mesh_module
+from titan_prores.build import build_components, transform_model
 from titan_prores.check import report
 from titan_prores.errors import ConfigError
+from titan_prores.parameter_groups import trained
 from titan_prores.recipe import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +66,52 @@ def test_a_group_of_frozen_parameters_alone_is_refused() -> None:
     check(groups)
     with pytest.raises(Exception, match=r"optimizer\.groups\[0\]\.patterns.*matches no trained parameter"):
         check(FROZEN, groups)
+
+
+ADAPTERS = "--transforms.lora.name=tests.distributed.adapters:LoRA"
+TRAINED = 4 * 2 * 4 * (64 + 64)  # 4 layers, 2 linears each, of rank 4
+
+
+class GroupedAdapters(LoRA):
+    """Its parameters have a group of their own: nothing that is trained is left for the optimizer's."""
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [p for _, p in trained(model)], "lr": 0.5, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("adapters", [ADAPTERS, "--transforms.lora.name=tests.unit.test_frozen:GroupedAdapters"])
+def test_parameters_that_a_transform_adds_are_all_that_is_trained(adapters: str, tp: int) -> None:
+    text = check(adapters, f"--parallelism.tensor_parallel_degree={tp}", world_size=tp)
+    assert f"({TRAINED:,} trained)" in text
+    assert size(text, "gradients") == 4 * TRAINED  # each rank of tp has them whole
+
+
+def test_a_group_of_added_parameters() -> None:
+    def groups(pattern: str) -> str:
+        return f'--optimizer.groups=[{{patterns = ["{pattern}"], lr_scale = 2.0}}]'
+
+    check(ADAPTERS, groups("*.lora_b.weight"))
+    with pytest.raises(ConfigError, match=r"optimizer\.groups\[0\]\.patterns.*lora_c.*matches no trained parameter"):
+        check(ADAPTERS, groups("*.lora_c.weight"))
+
+
+def test_what_is_inside_of_a_split_linear_is_whole_on_every_rank() -> None:
+    """And is split nowhere by the way: a checkpoint has the same names and shapes on every layout."""
+    tree = config.load(
+        ROOT / "train_configs/debug.toml",
+        [ADAPTERS, "--parallelism.tensor_parallel_degree=2", "--parallelism.fsdp.enabled=false"],
+        registry.builtin_folder() / "defaults.toml",
+    )
+    recipe, degrees = resolve(tree, 2), {"dp_replicate": 1, "dp_shard": 1, "tp": 2}
+    components = build_components(recipe, degrees)
+    mesh = mesh_module.start_fake(degrees)
+    try:
+        transform_model(recipe, components, mesh)
+    finally:
+        mesh_module.stop()
+    attention = components.model.layers[0].attention
+    assert (attention.wq.weight.placements, attention.wo.weight.placements) == ((Shard(0),), (Shard(1),))
+    for name, parameter in components.model.named_parameters():
+        assert parameter.requires_grad == ("lora" in name)
+        assert "lora" not in name or parameter.placements == (Replicate(),), name
