@@ -364,7 +364,8 @@ def _write_shards(
 
     def progress(verb: str) -> str:
         rate = n_bytes / 1e6 / max(time.monotonic() - started, 1e-9)
-        return f"{verb} {source_name}: {counted(n_documents, 'document')}, {counted(n_tokens, 'token')}, {rate:.1f} MB/s"
+        read, made = counted(n_documents, "document"), counted(n_tokens, "token")
+        return f"{verb} {source_name}: {read}, {made}, {rate:.1f} MB/s"
 
     try:
         for document in dataset.documents():
