@@ -92,7 +92,12 @@ class TensorParallel(Parallelism):
                 linears = {name} if word != "gather" else self._columns_below(model, name)
                 cast = word in float8_makers and linears and linears <= float8
                 make_style = float8_makers[word] if cast else STYLES[word][0]
-                self._split(module, make_style(), with_weights=STYLES[word][1] is not None)
+                try:
+                    self._split(module, make_style(), with_weights=STYLES[word][1] is not None)
+                except NotImplementedError as error:  # such as a module that a transform has put in a linear's place
+                    problem = f'{name} is a {type(module).__name__}, which cannot be split as "{word}": {error}'
+                    key = "parallelism.tensor_parallel_degree"
+                    raise ConfigError(key, problem, value=self.degree, allowed="1") from error
         for name in frozen:  # torch's style of norms makes new parameters, which are trained
             model.get_parameter(name).requires_grad_(False)
 

@@ -263,3 +263,16 @@ def test_a_loss_that_gathers_logits_is_told(name, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("titan_prores"), "propagate", True)
     check_loss_of(name, 2)
     assert ("gathers the logits of the whole vocabulary" in caplog.text) == (name == "Gathering")
+
+
+def test_a_module_that_cannot_be_split_is_named():
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(64, 64))
+
+    model = llama()
+    with torch.device("meta"):
+        model.layers[1].attention.wq = Other()
+    with pytest.raises(ConfigError, match=r'degree = 2: layers\.1\.attention\.wq is a Other, .* split as "column"'):
+        apply(model)
