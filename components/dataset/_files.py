@@ -163,7 +163,7 @@ def _walk(start: str, pattern: str, found: FoundFiles) -> Iterator[str]:
             ) from error
         for entry in entries:
             path = os.path.join(folder, entry.name)
-            if entry.is_dir():
+            if os.path.isdir(path):  # unlike entry.is_dir(), False of a link that leads to itself
                 (links if entry.is_symlink() else folders).append(path)
             elif entry.is_symlink() and not os.path.exists(path):
                 found.dangling.append(path)

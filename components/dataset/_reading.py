@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from titan_prores.errors import ConfigError
 
@@ -119,13 +119,48 @@ def _check_signature(raw: BinaryIO, path: str) -> None:
             raise ConfigError("files", problem, where=path)
 
 
+class _Streams(io.RawIOBase):
+    """What bz2 or xz has compressed, one stream after another.
+
+    bz2.open and lzma.open take what follows a stream and is not another one for rubbish, and say nothing of it.
+
+    Args:
+        raw: the file.
+        new: makes a decompressor of one stream.
+        padding: a byte that may fill the place between streams.
+    """
+
+    def __init__(self, raw: BinaryIO, new: Callable[[], Any], padding: bytes = b"") -> None:
+        self._raw, self._new, self._padding = raw, new, padding
+        self._stream = new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            given = b""
+            if self._stream.eof:
+                given = (self._stream.unused_data or self._raw.read(1 << 16)).lstrip(self._padding)
+                while not given:
+                    if not (block := self._raw.read(1 << 16)):
+                        return 0
+                    given = block.lstrip(self._padding)
+                self._stream = self._new()
+            elif self._stream.needs_input and not (given := self._raw.read(1 << 16)):
+                raise EOFError("it ends in the middle of a stream")
+            if data := self._stream.decompress(given, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+
 def _decompress(raw: BinaryIO, path: str) -> BinaryIO:
     if path.lower().endswith(".gz"):
         return gzip.open(raw)
     if path.lower().endswith(".bz2"):
-        return bz2.open(raw)
+        return io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), 1 << 17)
     if path.lower().endswith(".xz"):
-        return lzma.open(raw)
+        return io.BufferedReader(_Streams(raw, lzma.LZMADecompressor, padding=b"\0"), 1 << 17)
     if path.lower().endswith(".zst"):
         return io.BufferedReader(_ZstdReader(raw), 1 << 17)
     return raw

@@ -764,3 +764,28 @@ def test_documents_to_windows(tmp_path):
     train = tokenizer.decode(cache.train.read(0, len(cache.train))).split("<|endoftext|>")[:-1]
     assert set(held_out) | set(train) == texts and not set(held_out) & set(train)
     assert len(TokenWindows(cache.train, 256)) == (len(cache.train) - 1) // 256
+
+
+@pytest.mark.parametrize(("extension", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_a_stream_that_is_damaged_after_a_whole_one_is_not_taken_for_its_end(tmp_path, extension, compress):
+    halves = [compress(json_lines()[:999]), compress(json_lines()[999:])]
+    file = tmp_path / f"a.jsonl{extension}"
+    file.write_bytes(b"".join(halves))
+    assert read(file) == TEXTS, "two streams are one file"
+    if extension == ".xz":
+        file.write_bytes(halves[0] + b"\0" * 8 + halves[1] + b"\0" * 4)
+        assert read(file) == TEXTS, "xz allows padding"
+    for damaged in (halves[0] + b"\x01" + halves[1][1:], b"".join(halves) + b"rubbish", halves[0] + halves[1][:-9]):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=rf"a\.jsonl\{extension}, after line \d+: .*cannot be read"):
+            read(file)
+
+
+def test_links_that_lead_to_themselves_are_no_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "x1").symlink_to("x2")
+    (tmp_path / "x2").symlink_to("x1")
+    assert read("**/*.txt") == ["one"]
+    with pytest.raises(ConfigError, match="x1"):
+        read("**/x*")
