@@ -248,8 +248,10 @@ def _status_of(error: BaseException, trainer: Trainer, rank: int) -> int:
 
     if isinstance(error, (ConfigError, ConfigErrors)):
         # Most are found by all ranks alike, some by the one that met them: the first to say so speaks for all.
-        first = trainer.failures.report(Failure.of(error, rank, trainer.stage)).rank if trainer.failures else 0
-        return refuse(getattr(error, "errors", [error]), say=rank == first)
+        faults = getattr(error, "errors", [error])
+        if trainer.failures is None:
+            return refuse(faults)
+        return refuse(faults, say=rank == trainer.failures.report(Failure.of(error, rank, trainer.stage)).rank)
     if isinstance(error, Stopped):
         if trainer.failures is not None:
             trainer.failures.report(Failure.of(error, rank, trainer.stage, signal=str(error)))

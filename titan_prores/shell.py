@@ -38,17 +38,26 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def refuse(errors: Sequence[ConfigError], say: bool | None = None) -> int:
-    """Print faults of the input and return the exit status; `say` = None prints on rank 0 for all."""
-    if say if say is not None else os.environ.get("RANK", "0") == "0":
+    """Print faults of the input and return the exit status.
+
+    Args:
+        errors: the faults.
+        say: whether this rank prints them. None where it does not know whether rank 0 has met them too: rank 0 prints
+            at once, and any other rank once it is clear that rank 0, whose end would have ended it, has not.
+    """
+    rank = os.environ.get("RANK", "0")
+    speaks = say if say is not None else rank == "0"
+    if not speaks and "TORCHELASTIC_RUN_ID" in os.environ:
+        # The launcher ends the rank that says it as soon as it has seen the end of this one.
+        time.sleep(SPEAKER_SECONDS)
+        speaks = say is None
+    if speaks:
+        mark = "" if rank == "0" or say else f"rank {rank}: "
         for error in errors:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {mark}{error}", file=sys.stderr)
         if len(errors) > 1:
             print(counted(len(errors), "error"), file=sys.stderr)
         tell_torchrun("\n".join(map(str, errors)))
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(
-            SPEAKER_SECONDS
-        )  # the launcher ends the rank that says it as soon as it has seen the end of this one
     return 2
 
 
