@@ -136,6 +136,8 @@ def _check_shape(kind: str, key: str, component: object) -> None:
         what = f"has a Config with {wrong} (allowed: {USABLE})"
     elif wrong := faults(contract(kind), component):
         what = "; ".join(wrong)
+        if not getattr(contract(kind), "_is_protocol", False) and not issubclass(component, contract(kind)):
+            what += f"; it does not derive from {contract(kind).__name__}, which has them"
     else:
         return
     where = KINDS[kind].contract.replace(":", ".")

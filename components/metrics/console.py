@@ -85,10 +85,10 @@ class Console(Metric):
         columns = [column for column in COLUMNS if column[0] in row]
         width = 2 * len(str(self._total)) + 1
         if self._lines % TITLE_EVERY == 0:
-            titles = "".join(f"{title:>{w}}" for _, title, w in columns)
+            titles = "".join(f" {title:>{w - 1}}" for _, title, w in columns)
             log.logger.info(f"{'step':>{width}}{titles}{'left':>8}")
         self._lines += 1
-        cells = "".join(f"{self._cell(key, row):>{w}}" for key, _, w in columns)
+        cells = "".join(f" {self._cell(key, row):>{w - 1}}" for key, _, w in columns)
         step = f"{row['step']}/{self._total}"
         end = "  skipped" if row.get("skipped") else ""
         log.logger.info(f"{step:>{width}}{cells}{self._time_left(row['step']):>8}{end}")
@@ -98,7 +98,7 @@ class Console(Metric):
         value = row[key]
         match key:
             case "loss":
-                return f"{value:.4f}"
+                return f"{value:.4f}" if value < 1e4 else f"{value:.1e}"
             case "perplexity":
                 return f"{value:.2f}" if value < 1e5 else f"{value:.1e}"
             case "grad_norm":
