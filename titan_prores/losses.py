@@ -11,6 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from titan_prores.data.loader import IGNORED_LABEL
 
+# Keys that rows have of the engine's own: a term cannot have one of them.
+ROW_KEYS = frozenset((
+    "step", "loss", "perplexity", "grad_norm", "lr", "tokens", "skipped", "step_seconds", "tokens_per_second",
+    "validation", "validation_loss", "validation_perplexity", "validation_tokens",
+))  # fmt: skip
+
 
 class LossTerms(NamedTuple):
     """A training loss that is more than the cross-entropy.
@@ -33,8 +39,17 @@ class LossTerms(NamedTuple):
 
 
 def as_terms(found: torch.Tensor | LossTerms) -> LossTerms:
-    """What a loss has returned as terms; a tensor is the cross-entropy."""
-    return found if isinstance(found, LossTerms) else LossTerms(found, {})
+    """What a loss has returned as terms; a tensor is the cross-entropy.
+
+    Raises:
+        TypeError: it is something else, or a term is not a scalar.
+    """
+    terms = found if isinstance(found, LossTerms) else LossTerms(found, {})
+    for term in (terms.cross_entropy, *terms.others.values()):
+        if not isinstance(term, torch.Tensor) or term.ndim != 0:
+            what = f"a tensor of shape {list(term.shape)}" if isinstance(term, torch.Tensor) else type(term).__name__
+            raise TypeError(f"a loss returns a scalar tensor, or LossTerms of scalar tensors, not {what}")
+    return terms
 
 
 def cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
@@ -50,13 +65,21 @@ def cross_entropy(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Te
 
 
 def gives_cross_entropy(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | LossTerms]) -> bool:
-    """Whether what a loss gives as the cross-entropy is it, by a small example; True where it cannot be tried."""
+    """Whether what a loss gives as the cross-entropy is it, by a small example; True where it cannot be tried.
+
+    Raises:
+        TypeError: as `as_terms`.
+        ValueError: a term has the name of a key that every row has.
+    """
     logits = torch.linspace(-3, 3, 4 * 7).sin().mul(3).view(1, 4, 7)
     labels = torch.tensor([[1, 6, IGNORED_LABEL, 3]])
     expected = cross_entropy(logits, labels)
     try:
         with torch.no_grad():
-            found = as_terms(loss(logits, labels)).cross_entropy
-            return bool(torch.isclose(found.float().cpu(), expected, rtol=1e-3))
+            found = loss(logits, labels)
     except Exception:  # it may need other shapes, or a device: that shows in the run
         return True
+    terms = as_terms(found)
+    if taken := ROW_KEYS & terms.others.keys():
+        raise ValueError(f"a term of the loss is called {min(taken)}, a key that the metrics rows have already")
+    return bool(torch.isclose(terms.cross_entropy.float().cpu(), expected, rtol=1e-3))

@@ -59,6 +59,24 @@ def test_what_is_not_the_cross_entropy_is_noticed() -> None:
     assert gives_cross_entropy(picky), "it cannot be tried"
 
 
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [
+        (None, "NoneType"), ((torch.tensor(1.0), {}), "tuple"), (torch.ones(2, 5), r"a tensor of shape \[2, 5\]"),
+        (LossTerms(torch.tensor(1.0), {"z_loss": 0.5}), "float"),
+    ],
+)  # fmt: skip
+def test_what_a_loss_cannot_return_is_refused_before_the_run(found, what) -> None:
+    with pytest.raises(TypeError, match=f"a loss returns a scalar tensor, or LossTerms of scalar tensors, not {what}"):
+        gives_cross_entropy(lambda logits, labels: found)
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "validation_loss"])
+def test_a_term_cannot_have_the_name_of_a_key_of_every_row(name) -> None:
+    with pytest.raises(ValueError, match=f"called {name}"):
+        gives_cross_entropy(lambda logits, labels: LossTerms(cross_entropy(logits, labels), {name: torch.tensor(0.0)}))
+
+
 def test_validation_takes_the_plain_one_whatever_wraps_training() -> None:
     from components.transform.compile import Compile
 
