@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,6 +138,8 @@ def build_components(
     loss = build_part(slots["loss"])
     optimizer = build_part(slots["optimizer"])
     lr_scheduler = build_part(slots["lr_scheduler"], total_steps=training.steps)
+    if lr_scheduler is not None:
+        attempt(lambda: _check_factors(lr_scheduler, training.steps), "lr_scheduler")
     validator = build_part(slots["validation"])
     metrics = [build_part(part) for part in recipe.sets["metrics"]]
     found = len(errors)
@@ -163,6 +166,14 @@ def build_components(
     return Components(
         tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, Transforms(transforms)
     )
+
+
+def _check_factors(scheduler: LRScheduler, steps: int) -> None:
+    """Raise ConfigError unless the schedule gives a number for the first, a middle and the last update."""
+    for step in (0, steps // 2, steps - 1):
+        factor = scheduler.factor(step)
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            raise ConfigError("name", f"its factor({step}) is {factor!r} (allowed: a finite number)")
 
 
 def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled: Iterable[str] = ()) -> list[str]:
@@ -200,7 +211,10 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         error.where = error.where or recipe.origins.get(error.key)
         raise
     components.loss = components.transforms.before(Phase.COMPILE).wrap_loss(components.loss)
-    components.loss_is_cross_entropy = gives_cross_entropy(components.loss)  # here, or the example would be compiled
+    try:  # here, or the example would be compiled
+        components.loss_is_cross_entropy = gives_cross_entropy(components.loss)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("loss.name", str(error), value=recipe.slots["loss"].name) from error
     components.loss = components.transforms.since(Phase.COMPILE).wrap_loss(components.loss)
     components.validation_loss = components.transforms.wrap_validation_loss(cross_entropy)
     return lines
@@ -351,9 +365,6 @@ def prepare_data(
             _verify_together(cache, mesh)
     except ConfigError as error:
         raise error.under("dataset") from error
-    windows = TokenWindows(cache.train, recipe.training.seq_len)
-    if recipe.slots["validation"].config.enabled and not len(cache.validation):
-        logger.warning("no document is held out, so nothing will be validated (dataset.validation_fraction)")
     found = mesh.gather(cache.fingerprint)
     for rank, fingerprint in enumerate(found):
         if fingerprint != found[0]:
@@ -361,6 +372,16 @@ def prepare_data(
     if meta.get("data", cache.fingerprint) != cache.fingerprint:
         changed = changed_sources(meta.get("sources"), text_sources(components.dataset))
         raise ConfigError("dataset", f"the text is not what it was when the checkpoint was written{changed}")
+    windows = TokenWindows(cache.train, recipe.training.seq_len)
+    ranked = recipe.slots["checkpoint"].config.enabled and recipe.slots["checkpoint"].config.needs_validation()
+    if ranked and not len(cache.validation):
+        raise ConfigError(
+            f"checkpoint.{ranked}", "ranks by validation loss, and no document is held out",
+            value=getattr(recipe.slots["checkpoint"].config, ranked),
+            allowed="0, or a larger dataset.validation_fraction",
+        )  # fmt: skip
+    if recipe.slots["validation"].config.enabled and not len(cache.validation):
+        logger.warning("no document is held out, so nothing will be validated (dataset.validation_fraction)")
     return cache, windows
 
 

@@ -572,7 +572,14 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
             "training.on_nonfinite", "needs checkpoints to go back to, and checkpoint.enabled is false",
             value="rewind", allowed="stop, skip", where=tree.origin(("training", "on_nonfinite")),
         ))  # fmt: skip
-    if {"checkpoint", "validation"} <= slots.keys() and slots["checkpoint"].config.enabled:
+    if "checkpoint" in slots and not slots["checkpoint"].config.enabled:
+        if (source := slots["checkpoint"].config.weights_from()) is not None:
+            errors.append(ConfigError(
+                "checkpoint.enabled", f"the weights are to come from {source}, which takes checkpoints to be on",
+                value=False, allowed="true; checkpoint.interval may be as long as the run",
+                where=tree.origin(("checkpoint", "enabled")),
+            ))  # fmt: skip
+    elif {"checkpoint", "validation"} <= slots.keys():
         _check_ranking(slots, sections["training"], errors, tree)
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)
     _refuse_if_any(errors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from titan_prores.log import logger
 from titan_prores.parameter_groups import trained
 from titan_prores.parts import Part, resolve_part
 from titan_prores.protocols import Dataset, LRScheduler, Optimizer
-from titan_prores.recipe import Recipe
+from titan_prores.recipe import Recipe, flatten
 from titan_prores.transform import Transform, changes_model
 
 MOST_SOURCES = 5000  # that a checkpoint remembers the names of; meta.json is read at every look at it
@@ -47,10 +47,36 @@ def check_start(
             ))  # fmt: skip
     if errors:
         raise ConfigErrors(errors)
-    on = {split_key(part.key)[-1] for part in recipe.sets["transforms"]}
-    for label, changes in (source_meta or {}).get("changes_model", {}).items():
-        if changes and label not in on:
-            logger.warning("the weights were trained with %s, which is off here: the model computes others", label)
+    if source_meta:
+        for label, how in _trained_otherwise(recipe, transforms, source_meta):
+            logger.warning("the weights were trained %s %s: the model computes something else with them", how, label)
+
+
+def _trained_otherwise(
+    recipe: Recipe, transforms: Mapping[str, Transform], source_meta: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Label of each transform that weights from elsewhere were trained with or without, unlike here, and in what way.
+
+    Where the recipe says where a schedule starts, it has said what the weights are.
+    """
+    tables, now = source_meta["recipe"].get("transforms", {}), recipe.to_dict()["transforms"]
+    parts = {split_key(part.key)[-1]: part for part in recipe.sets["transforms"]}
+    for label, changes in source_meta.get("changes_model", {}).items():
+        if changes and label not in parts:
+            yield label, "with"
+    rules = recipe.resume_rules()
+    for label, part in parts.items():
+        transform, key = transforms[part.name], part.component.start_key
+        said = key is not None and getattr(part.config, key) is not None
+        if said or not changes_model(transform) or transform.leaves_model_as_it_is(0):
+            continue
+        if not tables.get(label, {"enabled": False}).get("enabled", True):
+            yield label, "without"
+            continue
+        before, after = (flatten({"transforms": {label: each[label]}}) for each in (tables, now))
+        same = [key for key, rule in rules.items() if rule.rule == "same" and key[:2] == ("transforms", label)]
+        if any(before.get(key, rules[key].default) != after.get(key, rules[key].default) for key in same):
+            yield label, "with other settings of"
 
 
 def _trained_with(meta: Mapping[str, Any] | None, part: Part) -> str:

@@ -21,6 +21,8 @@ from titan_prores.transform import Facts, Phase, Transform
 
 WARM = 2**50  # a step after every warmup, and one that float64 still counts
 
+_POWERS = [2**k for k in range(WARM.bit_length())]  # steps at which a schedule is looked at
+
 
 @register("transform", "prores")
 class ProResTransform(Transform):
@@ -69,16 +71,16 @@ class ProResTransform(Transform):
 
     def start_matters(self) -> bool:
         # The logits of a learned one are weights: they come with the others, or init_from_missing names them.
-        first, last = self._alpha(0), self._alpha(WARM)
-        return not isinstance(self.schedule, LearnedSchedule) and (
-            first is None or last is None or not np.array_equal(first, last)
-        )
+        if isinstance(self.schedule, LearnedSchedule):
+            return False
+        first, *later = (self._alpha(step) for step in (0, *range(1, 100), *_POWERS))
+        return first is None or any(alpha is None or not np.array_equal(first, alpha) for alpha in later)
 
     def leaves_model_as_it_is(self, step: int) -> bool:
         if isinstance(self.schedule, LearnedSchedule):
             return False
         step += self.config.first_step
-        later = (self._alpha(at) for at in (step, *(step + 2**k for k in range(WARM.bit_length()))))
+        later = (self._alpha(step + after) for after in (0, *_POWERS))
         return all(alpha is not None and (alpha == 1).all() for alpha in later)
 
     def _alpha(self, step: int) -> np.ndarray | None:

@@ -84,7 +84,6 @@ def test_weights_from_elsewhere_need_a_start() -> None:
     [
         ("--transforms.prores.start=fresh",), ("--transforms.prores.start=warm",), ("--transforms.prores.start=7",),
         (OFF,), (f'{SCHEDULE}={{ name = "fix-L" }}',), (f'{SCHEDULE}={{ name = "learned" }}',),
-        ("--checkpoint.enabled=false",),
     ],
 )  # fmt: skip
 def test_nothing_is_asked_where_it_is_said_or_makes_no_difference(own: tuple[str, ...]) -> None:
@@ -230,3 +229,34 @@ def test_text_that_changed_is_named_by_its_files() -> None:
         ": 1 file no longer there, such as c.txt; 1 file new, such as d.txt"
     )
     assert changed_sources(before, before) == changed_sources(None, before) == changed_sources(before, None) == ""
+
+
+def test_weights_from_elsewhere_need_checkpoints_to_be_on() -> None:
+    with pytest.raises(ConfigErrors, match=r"checkpoint\.enabled = false: the weights are to come from there/step"):
+        built(FROM, "--checkpoint.enabled=false")
+
+
+def test_a_table_that_comes_back_to_its_first_alpha_is_asked_about(tmp_path: Path) -> None:
+    rows = ["step,alpha_1,alpha_2,alpha_3,alpha_4", *(f"{t},{a},{a},{a},{a}" for t, a in ((0, 1), (5, 0), (10, 1)))]
+    (tmp_path / "dip.csv").write_text("\n".join(rows))
+    with pytest.raises(ConfigErrors, match="has to be set"):
+        check_start(*built(FROM, f'{SCHEDULE}={{ name = "from_table", path = "{tmp_path}/dip.csv" }}'))
+
+
+@pytest.mark.parametrize(
+    ("source", "here", "said"),
+    [
+        ((), (f'{SCHEDULE}={{ name = "fix-L" }}',), "with other settings of prores"),
+        ((), (f'{SCHEDULE}={{ name = "learned" }}',), "with other settings of prores"),
+        ((OFF,), (f'{SCHEDULE}={{ name = "fix-L" }}',), "without prores"),
+        ((f'{SCHEDULE}={{ name = "fix-L" }}',), (OFF,), "with prores"),
+        ((f'{SCHEDULE}={{ name = "fix-L" }}',), (f'{SCHEDULE}={{ name = "fix-L" }}',), None),
+        ((), ("--transforms.prores.start=warm",), None),
+        ((OFF,), (OFF,), None),
+    ],
+)
+def test_weights_that_were_trained_otherwise_are_said(source, here, said, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("titan_prores"), "propagate", True)
+    check_start(*built(FROM, *here), {"step": 3, **meta_of(3, *source)})
+    messages = [record.getMessage() for record in caplog.records]
+    assert [f"trained {said}:" in message for message in messages] == [True] * (said is not None)
