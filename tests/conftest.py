@@ -14,6 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what goes on in the background. What tests start, and interrupt, would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # likewise, of nohup
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -403,7 +403,7 @@ def test_wrong_recipe_exits_2_before_anything_is_written(tmp_path: Path) -> None
     finished = launch(*debug(tmp_path / "run", "--training.stpes=5"), status=2)
     assert "did you mean training.steps?" in finished.err and not (tmp_path / "run").exists()
     finished = fork(*debug(tmp_path / "run", "--optimizer.groups=[{patterns=['*.wieght']}]"), status=2)
-    assert "matches no parameter" in finished.err and not (tmp_path / "run").exists()
+    assert "matches no trained parameter" in finished.err and not (tmp_path / "run").exists()
 
 
 def test_check_prints_what_a_run_would_be_for_any_world_size() -> None:

@@ -15,21 +15,25 @@ WORDS = "$(touch ran) `touch ran`;touch ran"
 
 
 def test_paths_of_a_recipe_are_no_shell_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are literal, as pathlib takes them: `~` is a folder of that name below the working directory."""
+    """They are literal, as pathlib takes them; what a shell would fill in is refused."""
     home, work = tmp_path / "home", tmp_path / "work"
     for made in (home, work):
         made.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    run = work / "~" / WORDS
+    for key in ("job.dump_folder", "dataset.cache_folder"):
+        for wrong in ("~/run", "$HOME/run", "${HOME}/run"):
+            refused = fork(*debug(work / "run", f"--{key}={wrong}"), cwd=work, status=2).err
+            assert f"{key} = '{wrong}': " in refused and not list(work.iterdir())
+    run = work / "folder" / WORDS
     own = [
-        f"--job.dump_folder=~/{WORDS}", f"--dataset.cache_folder=$HOME/{WORDS}", f"--checkpoint.folder={WORDS}",
+        f"--job.dump_folder=folder/{WORDS}", f"--dataset.cache_folder=cache/{WORDS}", f"--checkpoint.folder={WORDS}",
         f"--job.description={WORDS}", "--metrics.tensorboard.enabled=true", f"--metrics.tensorboard.folder={WORDS}-tb",
         "--profiling.enable_profiling=true", "--profiling.profile_freq=3", f"--profiling.save_traces_folder={WORDS}-tr",
     ]  # fmt: skip
     for until in (3, 5):
         fork(*debug(run, *own, f"--training.stop_after={until}", "--checkpoint.interval=3"), cwd=work)
     assert sorted(losses(run)) == [1, 2, 3, 4, 5]
-    assert sorted(path.name for path in work.iterdir()) == ["$HOME", "~"]
+    assert sorted(path.name for path in work.iterdir()) == ["cache", "folder"]
     assert {WORDS, f"{WORDS}-tb", f"{WORDS}-tr"} <= {path.name for path in run.iterdir()}
     assert (run / WORDS / "step-00000003" / "meta.json").is_file()
     assert not list(home.iterdir()) and not list(tmp_path.rglob("ran"))
