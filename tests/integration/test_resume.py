@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -388,3 +389,18 @@ class NanFirst(CrossEntropy):
         value = super().__call__(logits, labels)
         return value * float("nan") if torch.is_grad_enabled() and value / labels.numel() > 5.503 else value
 '''
+
+
+def test_frozen_parameters_stay_as_they_are_and_resume_bitwise(folder: Path) -> None:
+    """On the same rank; on two ranks of tensor parallelism within rounding."""
+    own = ["--model.name=tests.distributed.frozen:FrozenLlama"]
+    runs = {name: folder / f"frozen-{name}" for name in ("straight", "stopped")}
+    fork(*debug(runs["straight"], *own, "--training.stop_after=6"))
+    text = fork(*debug(runs["stopped"], *own, "--training.stop_after=3")).text
+    assert re.search(r"FrozenLlama: [\d.]+M parameters \([\d.]+M trained\)", text)
+    moved = folder / "frozen-moved"
+    shutil.copytree(runs["stopped"], moved)
+    fork(*debug(runs["stopped"], *own, "--training.stop_after=6"))
+    assert losses(runs["stopped"]) == losses(runs["straight"])
+    fork(*debug(moved, *own, "--training.stop_after=6", "--parallelism.tensor_parallel_degree=2"), ranks=2)
+    assert losses(moved) == pytest.approx(losses(runs["straight"]), abs=1e-5)
