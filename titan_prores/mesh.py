@@ -236,3 +236,7 @@ def stop() -> None:
         if dist.get_backend() != "fake" and dist.get_world_size() > 1:
             dist.barrier()  # without it a rank now and then aborts at exit while another still talks to it
         dist.destroy_process_group()
+        # DTensor remembers how it computed, with the mesh, and takes an equal mesh of a later group for the same one.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

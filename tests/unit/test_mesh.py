@@ -33,3 +33,20 @@ def test_each_attempt_of_torchrun_has_keys_of_its_own(monkeypatch: pytest.Monkey
 )
 def test_the_first_rank_that_has_a_value(values: list, expected: object) -> None:
     assert Mesh.first(SimpleNamespace(gather=lambda value: values), None) == expected
+
+
+def test_a_later_mesh_of_the_same_shape_has_its_own_groups():
+    """As where a sweep checks several recipes in one process: DTensor would look for the groups of the first."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for other_groups in (5, 0):  # which move the names of those that the mesh makes
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        for _ in range(other_groups):
+            dist.new_group()
+        tp = mesh.Mesh({"dp_replicate": 1, "dp_shard": 2, "tp": 2}, torch.device("cpu"), None).device_mesh["tp"]
+        rows = DTensor.from_local(torch.ones(4, 6), tp, [Shard(1)], run_check=False)
+        weight = DTensor.from_local(torch.ones(6, 3), tp, [Shard(0)], run_check=False)
+        summed = (rows @ weight).redistribute(placements=[Shard(0)])
+        assert summed.to_local().shape == (2, 3) and summed.placements != (Replicate(),)
+        mesh.stop()

@@ -137,6 +137,7 @@ def test_what_any_rank_has_just_built_is_not_read_again(tmp_path, monkeypatch, j
             "dataset": part,
             "tokenizer": part,
             "validation": SimpleNamespace(config=SimpleNamespace(enabled=False)),
+            "checkpoint": SimpleNamespace(config=SimpleNamespace(enabled=False)),
         },
         training=SimpleNamespace(seq_len=8),
     )
