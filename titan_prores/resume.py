@@ -25,16 +25,15 @@ def check_start(
 ) -> None:
     """Raise ConfigErrors where a fresh start takes its weights from elsewhere and a schedule is not told what they are.
 
-    A model that was trained with every alpha at 1 is another one at alpha = 0. What the weights were trained with and
-    is off here is said.
+    A model that was trained with every alpha at 1 is another one at alpha = 0. Transforms that the weights were trained
+    with or without, unlike here, are said.
 
     Args:
         recipe: of the run that starts.
         transforms: of the recipe, by name.
         source_meta: of the checkpoint that has the weights, as far as it is known.
     """
-    config = recipe.slots["checkpoint"].config
-    source = config.weights_from() if config.enabled else None
+    source = recipe.slots["checkpoint"].config.weights_from()  # with checkpoints off it is refused already
     errors = []
     for part in recipe.sets["transforms"] if source is not None else ():
         transform, key = transforms[part.name], part.component.start_key
