@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+from titan_prores.log import PlainFormatter, logger
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other cores have workers of their own
@@ -30,3 +33,21 @@ def no_process_group_left() -> Iterator[None]:
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
         pytest.fail("this file left a process group behind")
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile, INFO and above, line by line as the console shows it, without the time.
+
+    pytest's own caplog hears a logger that does not propagate once, twice or not at all, by what ran before.
+    """
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.setFormatter(PlainFormatter())
+    handler.emit = lambda record: lines.append(handler.format(record))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)

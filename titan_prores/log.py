@@ -47,14 +47,14 @@ def setup(log_file: Path | None, rank: int, world_size: int) -> None:
             console=console(), show_path=False, show_level=False, log_time_format="%H:%M:%S",
             omit_repeated_times=False, highlighter=NullHighlighter(),
         )  # fmt: skip
-        shown.setFormatter(_PlainFormatter("%(message)s"))
+        shown.setFormatter(PlainFormatter("%(message)s"))
     else:
         shown = logging.StreamHandler(sys.stderr)
-        shown.setFormatter(_PlainFormatter(f"%(asctime)s {mark}%(message)s", datefmt="%H:%M:%S"))
+        shown.setFormatter(PlainFormatter(f"%(asctime)s {mark}%(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(shown)
     if rank == 0 and log_file is not None:
         kept = _LogFile(log_file, mode="a", encoding="utf-8", errors="backslashreplace")
-        kept.setFormatter(_PlainFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        kept.setFormatter(PlainFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         logger.addHandler(kept)
 
 
@@ -66,7 +66,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-class _PlainFormatter(logging.Formatter):
+class PlainFormatter(logging.Formatter):
     """Names the level only where it says something: for warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:

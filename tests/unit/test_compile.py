@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Iterator
 
@@ -15,7 +14,6 @@ from components.transform.compile import SWITCHES, graphs
 from tests.unit.transformed import N_LAYERS, SEQ_LEN, VOCABULARY, T, Transformed, assert_same_bits, transform
 from titan_prores import config
 from titan_prores.errors import ConfigError
-from titan_prores.log import logger
 from titan_prores.parts import resolve_part
 from titan_prores.prores import ResidualAdd
 
@@ -30,20 +28,6 @@ def fresh() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What is logged, as "LEVEL text"."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield found
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 def compiled(*others, norm: str = "pre", n_layers: int = N_LAYERS, model: nn.Module | None = None, **settings):
@@ -61,7 +45,7 @@ def evaluate(run: Transformed) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_all_layers_share_one_graph_over_a_whole_warmup(norm: str, messages: list[str]) -> None:
+def test_all_layers_share_one_graph_over_a_whole_warmup(norm: str, logged: list[str]) -> None:
     """alpha touches 0 and 1. Validation runs without gradients, which is another graph, once."""
     run, plain = compiled(norm=norm), Transformed(norm=norm)
     counted = []
@@ -72,7 +56,7 @@ def test_all_layers_share_one_graph_over_a_whole_warmup(norm: str, messages: lis
             evaluate(run)
     assert counted[:6] == [2] * 6  # a layer and the loss
     assert set(counted[6:]) == {4}
-    assert messages == ["INFO compile: 2 graphs after 2 steps", "INFO compile: 2 more graphs for validation"]
+    assert logged == ["compile: 2 graphs after 2 steps", "compile: 2 more graphs for validation"]
     assert list(run.transforms)[-1].row(1, detailed=True) == {"compiled_graphs": 4}
     alpha = run.model.prores_alpha.values
     assert (alpha == 1).all()
@@ -144,16 +128,16 @@ def test_whatever_can_be_called_as_a_loss_is_compiled(wrap) -> None:
     assert torch.equal(found, 2 * plain.loss(logits, plain.tokens))
 
 
-def test_a_recompile_after_the_second_step_is_a_warning_with_the_reason(messages: list[str]) -> None:
+def test_a_recompile_after_the_second_step_is_a_warning_with_the_reason(logged: list[str]) -> None:
     run = compiled(loss=False)
     for step in range(4):
         run.gradients(step)
-    assert not [m for m in messages if m.startswith("WARNING")]
+    assert not [m for m in logged if m.startswith("warning: ")]
     run.tokens = run.tokens[:, : SEQ_LEN // 2]
     run.gradients(4)
     run.gradients(5)
-    (warning,) = [m for m in messages if m.startswith("WARNING")]
-    assert re.match(r"WARNING compile: compiled again in step 5: forward: .*size mismatch.*", warning), warning
+    (warning,) = [m for m in logged if m.startswith("warning: ")]
+    assert re.match(r"warning: compile: compiled again in step 5: forward: .*size mismatch.*", warning), warning
 
 
 class BrokenBlock(nn.Module):
@@ -180,10 +164,10 @@ class Broken(nn.Module):
         return self.output(x)
 
 
-def test_a_graph_break_is_a_warning_with_the_reason_or_an_error(messages: list[str]) -> None:
+def test_a_graph_break_is_a_warning_with_the_reason_or_an_error(logged: list[str]) -> None:
     compiled(model=Broken(), fullgraph=False).gradients(0)
-    (warning,) = [m for m in messages if m.startswith("WARNING")]
-    assert warning.startswith("WARNING compile: graph break in step 1: ") and "a hole in the road" in warning
+    (warning,) = [m for m in logged if m.startswith("warning: ")]
+    assert warning.startswith("warning: compile: graph break in step 1: ") and "a hole in the road" in warning
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a hole in the road"):
         compiled(model=Broken()).gradients(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,15 @@ def test_nothing_is_asked_where_it_is_said_or_makes_no_difference(own: tuple[str
     check_start(*built())
 
 
-def test_what_the_weights_were_trained_with_and_is_off_is_said(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(logging.getLogger("titan_prores"), "propagate", True)
+def test_what_the_weights_were_trained_with_and_is_off_is_said(logged) -> None:
     for changes in (True, False):
-        caplog.clear()
+        logged.clear()
         check_start(*built(FROM, OFF), {"step": 3, "recipe": {}, "changes_model": {"prores": changes}})
-        assert bool(caplog.records) == changes
+        assert bool(logged) == changes
     check_start(
         *built(FROM, "--transforms.prores.start=warm"), {"step": 3, "recipe": {}, "changes_model": {"prores": 1}}
     )
-    assert not caplog.records
+    assert not logged
 
 
 @pytest.mark.parametrize("start", [-1, True, 1.5, '"wram"'])
@@ -255,8 +253,6 @@ def test_a_table_that_comes_back_to_its_first_alpha_is_asked_about(tmp_path: Pat
         ((OFF,), (OFF,), None),
     ],
 )
-def test_weights_that_were_trained_otherwise_are_said(source, here, said, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(logging.getLogger("titan_prores"), "propagate", True)
+def test_weights_that_were_trained_otherwise_are_said(source, here, said, logged) -> None:
     check_start(*built(FROM, *here), {"step": 3, **meta_of(3, *source)})
-    messages = [record.getMessage() for record in caplog.records]
-    assert [f"trained {said}:" in message for message in messages] == [True] * (said is not None)
+    assert [f"trained {said}:" in line for line in logged] == [True] * (said is not None)

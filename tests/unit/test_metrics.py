@@ -1,7 +1,6 @@
 """Sinks and probes of metrics: what is written can be read back, whole and right."""
 
 import json
-import logging
 import math
 
 import pytest
@@ -35,20 +34,6 @@ def make(name, **settings):
 @pytest.fixture
 def run(tmp_path):
     return RunFolder(tmp_path, is_main=True)
-
-
-@pytest.fixture
-def lines():
-    """What is logged, line by line."""
-    logger, texts = log.logger, []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield texts
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("name", registry.names("metrics"))
@@ -91,7 +76,7 @@ def test_jsonl_appends_and_does_not_join_a_torn_line(run):
     assert run.metrics_file.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 2}']
 
 
-def test_console_lines(run, lines):
+def test_console_lines(run, logged):
     metric = make("console")
     metric.start(run, INFO)
     for step in range(1, 24):
@@ -109,25 +94,25 @@ def test_console_lines(run, lines):
     metric.write(row(24, skipped=True, loss=float("nan"), perplexity=float("nan")))
     metric.write(row(25))
     metric.close()
-    assert lines[0].split() == ["step", "loss", "ppl", "grad", "lr", "alpha", "tok/s", "mfu", "GiB", "left"]
-    shown = [line.split()[0] for line in lines[1:]]
+    assert logged[0].split() == ["step", "loss", "ppl", "grad", "lr", "alpha", "tok/s", "mfu", "GiB", "left"]
+    shown = [line.split()[0] for line in logged[1:]]
     assert shown == ["1/40", "10/40", "15/40", "validation", "20/40", "24/40", "25/40"]
-    assert lines[2].split()[1:9] == ["5.3333", "148.41", "1.250", "3.00e-04", "0.00-0.50", "12.4k", "41.3%", "1.50"]
-    assert "validation after step 15: loss 4.0000, perplexity 54.60 over 8,192 tokens" in lines
-    assert lines[6].endswith("skipped")
-    assert all(len(line) + len("12:34:56 ") <= 100 for line in lines)
-    assert len({len(line) for line in (lines[0], lines[1], lines[2])}) == 1, "columns are aligned"
+    assert logged[2].split()[1:9] == ["5.3333", "148.41", "1.250", "3.00e-04", "0.00-0.50", "12.4k", "41.3%", "1.50"]
+    assert "validation after step 15: loss 4.0000, perplexity 54.60 over 8,192 tokens" in logged
+    assert logged[6].endswith("skipped")
+    assert all(len(line) + len("12:34:56 ") <= 100 for line in logged)
+    assert len({len(line) for line in (logged[0], logged[1], logged[2])}) == 1, "columns are aligned"
 
 
-def test_console_leaves_out_what_a_run_does_not_have(run, lines):
+def test_console_leaves_out_what_a_run_does_not_have(run, logged):
     metric = make("console")
     metric.start(run, INFO)
     plain = row(1)
     del plain["alpha_min"], plain["alpha_max"]
     metric.write(plain)
     metric.close()
-    assert "alpha" not in lines[0] and "mfu" not in lines[0]
-    assert len(lines) == 2
+    assert "alpha" not in logged[0] and "mfu" not in logged[0]
+    assert len(logged) == 2
 
 
 def test_console_shows_a_bar_on_a_terminal(run, monkeypatch):

@@ -80,10 +80,10 @@ def test_a_batch_is_kept_with_its_report(tmp_path: Path) -> None:
         assert arrays["tokens"].shape == (4, 2, 3) and (arrays["labels"] == arrays["tokens"] + 1).all()
 
 
-def test_a_disk_that_cannot_take_it_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_cannot_take_it_does_not_end_the_run(tmp_path: Path, logged: list[str]) -> None:
     (tmp_path / "file").touch()
     kept(tmp_path / "file", 7)
-    assert "the batch of step 7 cannot be kept" in caplog.text
+    assert "the batch of step 7 cannot be kept" in "\n".join(logged)
 
 
 def test_no_more_than_so_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_branches_that_are_off_have_ratio_0_and_no_direction() -> None:
     )
 
 
-def test_reference_of_an_earlier_part_of_the_run(tmp_path, caplog) -> None:
+def test_reference_of_an_earlier_part_of_the_run(tmp_path) -> None:
     run = RunFolder(tmp_path, is_main=True)
     made = Transformed()
     made.gradients(5)

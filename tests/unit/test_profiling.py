@@ -2,12 +2,10 @@
 
 import gzip
 import json
-import logging
 
 import torch
 
 from titan_prores import profiling
-from titan_prores.log import logger
 from titan_prores.recipe import Profiling
 
 
@@ -33,16 +31,9 @@ def test_off_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_snapshot_says_once_that_it_needs_cuda(tmp_path, monkeypatch):
+def test_memory_snapshot_says_once_that_it_needs_cuda(tmp_path, monkeypatch, logged):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        with profiling.profiler(Profiling(enable_memory_snapshot=True, profile_freq=3), tmp_path, rank=0) as profile:
-            train(profile, 7)
-    finally:
-        logger.removeHandler(handler)
-    assert len(texts) == 1 and "needs CUDA" in texts[0]
+    with profiling.profiler(Profiling(enable_memory_snapshot=True, profile_freq=3), tmp_path, rank=0) as profile:
+        train(profile, 7)
+    assert len(logged) == 1 and "needs CUDA" in logged[0]
     assert list(tmp_path.iterdir()) == []

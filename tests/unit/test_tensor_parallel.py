@@ -1,7 +1,6 @@
 """Plans of tensor parallelism: what is refused before ranks meet, and that no weight or pattern is left over."""
 
 import dataclasses
-import logging
 from pathlib import Path
 
 import pytest
@@ -259,10 +258,9 @@ def test_a_loss_that_cannot_run_on_a_split_vocabulary_is_refused(name, said):
 
 
 @pytest.mark.parametrize("name", ["Offered", "LooksAtValues", "Gathering"])
-def test_a_loss_that_gathers_logits_is_told(name, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("titan_prores"), "propagate", True)
+def test_a_loss_that_gathers_logits_is_told(name, logged):
     check_loss_of(name, 2)
-    assert ("gathers the logits of the whole vocabulary" in caplog.text) == (name == "Gathering")
+    assert ("gathers the logits of the whole vocabulary" in " ".join(logged)) == (name == "Gathering")
 
 
 def test_a_module_that_cannot_be_split_is_named():
