@@ -43,9 +43,7 @@ ON: list[str] = []
 OFF = ["--transforms.prores.enabled=false"]
 COMPILED = ["--transforms.compile.enabled=true"]
 # More than 100M parameters, and steps short enough for several beside a save.
-LARGE = [
-    "--model.flavor=130M", "--model.vocab_size=32000", "--training.local_batch_size=1", "--training.seq_len=64",
-]  # fmt: skip
+LARGE = ["--model.flavor=130M", "--model.vocab_size=32000", "--training.local_batch_size=1", "--training.seq_len=64"]
 QUIET_STEPS = 3
 PURE_BF16 = ["--training.dtype=bfloat16", "--parallelism.fsdp.enabled=false"]
 
@@ -170,11 +168,13 @@ def checkpointing(setup: Setup, how: str, common: list[str], pairs: int) -> list
     }
     return [
         ratio_row(
-            found, name, f"activation checkpointing {name} / none, {how}: time",
+            found,
+            name,
+            f"activation checkpointing {name} / none, {how}: time",
             note=f"peak memory of a step {peaks[name] / 2**20:.0f} against {peaks['reference'] / 2**20:.0f} MiB",
         )
         for name in variants
-    ]  # fmt: skip
+    ]
 
 
 def checkpoint_eager(setup: Setup) -> list[Row]:
@@ -237,9 +237,16 @@ def alpha(setup: Setup) -> list[Row]:
     shallow, deep = (median_interval(found[depth]).median * 1e6 for depth in ("12", "1000"))
     limit = 2.0
     return [
-        Row("alpha update, 1000 / 12 layers: time", str(ratio), str(same), f"<= {limit:.2f}:",
-            verdict(ratio, same, limit), f"{deep:.1f} against {shallow:.1f} microseconds, once a step", ratio)
-    ]  # fmt: skip
+        Row(
+            "alpha update, 1000 / 12 layers: time",
+            str(ratio),
+            str(same),
+            f"<= {limit:.2f}:",
+            verdict(ratio, same, limit),
+            f"{deep:.1f} against {shallow:.1f} microseconds, once a step",
+            ratio,
+        )
+    ]
 
 
 def graphs(setup: Setup) -> list[Row]:
@@ -293,9 +300,16 @@ def launch(setup: Setup) -> list[Row]:
     def first_step(own: list[str]) -> float:
         folder = setup.run_folder()
         command = [
-            sys.executable, str(REPOSITORY / "scripts" / "train.py"), "--config", str(setup.config), *setup.overrides,
-            *own, f"--job.dump_folder={folder}", "--training.stop_after=1", "--metrics.jsonl.enabled=true",
-        ]  # fmt: skip
+            sys.executable,
+            str(REPOSITORY / "scripts" / "train.py"),
+            "--config",
+            str(setup.config),
+            *setup.overrides,
+            *own,
+            f"--job.dump_folder={folder}",
+            "--training.stop_after=1",
+            "--metrics.jsonl.enabled=true",
+        ]
         start = time.time()
         run(command)
         # Its only row is written when the first step is done.
@@ -364,10 +378,14 @@ def loader_speed(setup: Setup, windows: TokenWindows, training: Training, num_wo
     times = median_interval([tokens / taken / eaten for taken in seconds["loader"]])
     same, limit = paired_ratio(seconds["again"], seconds["loader"]), 50
     return Row(
-        f"data loader / training, {kind}", f"{times.median:,.0f} [{times.low:,.0f}, {times.high:,.0f}] x the tokens/s",
-        str(same), f">= {limit}:", verdict_at_least(times, same, limit),
-        f"{times.median * eaten:,.0f} tokens/s against {eaten:,.0f}, the fastest training in this run", times,
-    )  # fmt: skip
+        f"data loader / training, {kind}",
+        f"{times.median:,.0f} [{times.low:,.0f}, {times.high:,.0f}] x the tokens/s",
+        str(same),
+        f">= {limit}:",
+        verdict_at_least(times, same, limit),
+        f"{times.median * eaten:,.0f} tokens/s against {eaten:,.0f}, the fastest training in this run",
+        times,
+    )
 
 
 def loader_start(setup: Setup, training: Training, num_workers: int, kind: str) -> Row:
@@ -392,11 +410,14 @@ def loader_start(setup: Setup, training: Training, num_workers: int, kind: str) 
     same = paired_difference(seconds["again"], seconds["start"])
     there, here = (median_interval(seconds[name]).median for name in ("far", "start"))
     return Row(
-        f"first microbatch at position 10^9 - at 0, {kind}", milliseconds(difference), milliseconds(same),
-        f"<= {limit:.0f} s:", verdict(difference, same, limit, equal=0.0),
+        f"first microbatch at position 10^9 - at 0, {kind}",
+        milliseconds(difference),
+        milliseconds(same),
+        f"<= {limit:.0f} s:",
+        verdict(difference, same, limit, equal=0.0),
         f"{there * 1e3:.1f} against {here * 1e3:.1f} ms; {len(windows.stream):.0e} tokens: one sparse file is "
         f"each of {len(windows.stream.shards):,} shards",
-    )  # fmt: skip
+    )
 
 
 def milliseconds(seconds: Interval) -> str:
@@ -411,9 +432,14 @@ def batches_at(
     from titan_prores.data import microbatches
 
     return microbatches(
-        windows, seed=training.seed, start_position=position, local_batch_size=training.local_batch_size,
-        data_rank=0, data_ranks=1, num_workers=num_workers,
-    )  # fmt: skip
+        windows,
+        seed=training.seed,
+        start_position=position,
+        local_batch_size=training.local_batch_size,
+        data_rank=0,
+        data_ranks=1,
+        num_workers=num_workers,
+    )
 
 
 def large_stream(path: Path, n_tokens: int = 10**12, shard_tokens: int = 10**8) -> TokenStream:
@@ -439,10 +465,13 @@ def bare(setup: Setup) -> list[Row]:
     setup.seconds["bare"] = dict(found.seconds)
     recorded = setup.config == CONFIG and not setup.overrides
     return [
-        Row(f"forward + backward, pure bf16, {how}", f"{found.tokens_per_second[name]:,.0f} tokens/s",
-            note=f"recorded earlier, not in this run: {RECORDED[how]}" if recorded else "")
+        Row(
+            f"forward + backward, pure bf16, {how}",
+            f"{found.tokens_per_second[name]:,.0f} tokens/s",
+            note=f"recorded earlier, not in this run: {RECORDED[how]}" if recorded else "",
+        )
         for how, name in {"eager": "reference", "compiled": "compiled"}.items()
-    ]  # fmt: skip
+    ]
 
 
 def asynchronous(setup: Setup) -> list[Row]:
@@ -483,9 +512,16 @@ def asynchronous(setup: Setup) -> list[Row]:
         seconds = {which: median_interval(stopped[which]).median for which in (name, "sync")}
         times = f"{seconds[name]:.3f} against {seconds['sync']:.2f} s; published after {published:.1f} s"
         rows.append(
-            Row(f"stopped by a save, async_mode {name} / disabled: time", str(ratio), str(same), f"<= {limit:.2f}:",
-                measuring.verdict_of_share(ratio, same, limit), f"{times}; {size}", ratio)
-        )  # fmt: skip
+            Row(
+                f"stopped by a save, async_mode {name} / disabled: time",
+                str(ratio),
+                str(same),
+                f"<= {limit:.2f}:",
+                measuring.verdict_of_share(ratio, same, limit),
+                f"{times}; {size}",
+                ratio,
+            )
+        )
     calm_again = paired_ratio(calm["again"], calm["sync"])
     for name in ("thread", "process"):
         saves = found[name][warmup:]
@@ -499,9 +535,14 @@ def asynchronous(setup: Setup) -> list[Row]:
         ]
         note = f"stop and slower steps together cost {statistics.median(lost):.2f} s a save"
         rows.append(
-            Row(f"training steps beside a save, async_mode {name} / no save: time", str(slower), str(calm_again),
-                note=note, ratio=slower)
-        )  # fmt: skip
+            Row(
+                f"training steps beside a save, async_mode {name} / no save: time",
+                str(slower),
+                str(calm_again),
+                note=note,
+                ratio=slower,
+            )
+        )
     return rows
 
 
@@ -550,8 +591,9 @@ def parser() -> argparse.ArgumentParser:
         "change. A ratio is the median over pairs of steps taken by turns, with its 95 % interval; beside it\n"
         "stands that of two equal runs (A/A). A goal is claimed only where A/A strays by less than it allows.",
         epilog=f"parts:\n{parts}\n\nOther arguments, --section.key=value, are overrides of the recipe.",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     made.add_argument("--config", type=Path, default=CONFIG, help="recipe to measure (train_configs/benchmark.toml)")
     made.add_argument("--size", help="model.flavor to measure instead of the recipe's, such as 71M")
     made.add_argument("--pairs", type=int, default=60, help="steps of each variant that count, 12 or more (60)")
@@ -652,9 +694,13 @@ def surroundings(setup: Setup, threads: int) -> dict[str, str | int]:
     name = setup.config.name + "".join(f" {override}" for override in setup.overrides)
     return {
         "summary": f"{where}, torch {torch.__version__}, {name}, {batch}, {setup.pairs} pairs",
-        "device": where, "threads": threads, "torch": torch.__version__, "recipe": name, "pairs": setup.pairs,
+        "device": where,
+        "threads": threads,
+        "torch": torch.__version__,
+        "recipe": name,
+        "pairs": setup.pairs,
         "cpu_count": os.cpu_count() or 0,
-    }  # fmt: skip
+    }
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

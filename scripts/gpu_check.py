@@ -43,24 +43,35 @@ COMPILED = ["--transforms.compile.enabled=true"]
 # until it fits. The tiny ones make every line of this file run where there is no CUDA.
 PLANS: dict[str, dict[str, Any]] = {
     "cuda": {
-        "speed": ("130M", "1.3B"), "largest": ("7B", "3B", "1.3B", "350M", "130M"), "pairs": 16,
-        "shape": ["--model.vocab_size=32000", "--training.seq_len=1024"], "batch": 16, "matmul": 8192,
+        "speed": ("130M", "1.3B"),
+        "largest": ("7B", "3B", "1.3B", "350M", "130M"),
+        "pairs": 16,
+        "shape": ["--model.vocab_size=32000", "--training.seq_len=1024"],
+        "batch": 16,
+        "matmul": 8192,
     },
     "cpu": {
-        "speed": ("debug", "debug"), "largest": ("7B", "debug"), "pairs": 6,
+        "speed": ("debug", "debug"),
+        "largest": ("7B", "debug"),
+        "pairs": 6,
         "shape": ["--model.vocab_size=512", "--training.seq_len=32", "--transforms.compile.backend=aot_eager"],
-        "batch": 2, "matmul": 128,
+        "batch": 2,
+        "matmul": 128,
     },
-}  # fmt: skip
+}
 
 # Relative to a gradient's norm, fp32. Sums in another order differ by about 1e-6; a wrong one by far more.
 TOLERANCE = 1e-4
 PARITY = [
-    "--model.flavor=debug", "--model.vocab_size=512", "--training.mixed_precision_param=float32",
-    "--training.seq_len=64", "--training.global_batch_size=8", "--model.norm=sandwich",
+    "--model.flavor=debug",
+    "--model.vocab_size=512",
+    "--training.mixed_precision_param=float32",
+    "--training.seq_len=64",
+    "--training.global_batch_size=8",
+    "--model.norm=sandwich",
     # In step 2, whose gradients are compared, weights are still the initial ones and alpha is between 0 and 1.
     "--transforms.prores.residual_schedule.T=2",
-]  # fmt: skip
+]
 
 
 @dataclass
@@ -97,9 +108,11 @@ class Check:
         world = World.from_environment()
         self.built += 1
         own = [
-            f"--job.dump_folder={self.folder}/{self.report.stem}-{self.built}", f"--job.device={self.device}",
-            f"--dataset.cache_folder={self.folder}/tokens", *overrides,
-        ]  # fmt: skip
+            f"--job.dump_folder={self.folder}/{self.report.stem}-{self.built}",
+            f"--job.device={self.device}",
+            f"--dataset.cache_folder={self.folder}/tokens",
+            *overrides,
+        ]
         return Bench(load(CONFIG, own, world.size), world)
 
 
@@ -339,9 +352,11 @@ def speed(check: Check, flavor: str) -> None:
     release()
     # Half the batch: there will be three runs.
     own = [
-        *check.plan["shape"], *COMPILED, f"--model.flavor={flavor}",
+        *check.plan["shape"],
+        *COMPILED,
+        f"--model.flavor={flavor}",
         f"--training.local_batch_size={max(1, size // 2)}",
-    ]  # fmt: skip
+    ]
     what = f"{flavor}, ProRes on / off, compiled: time"
     try:
         both = compare(check.bench, [*own, *OFF], {"on": own}, check.plan["pairs"])
@@ -381,9 +396,11 @@ def float8_training(check: Check) -> None:
         return check.say(what, "this device has no float8 units", "skipped")
     flavor = check.plan["speed"][1]
     own = [
-        *check.plan["shape"], *COMPILED, f"--model.flavor={flavor}",
+        *check.plan["shape"],
+        *COMPILED,
+        f"--model.flavor={flavor}",
         f"--training.local_batch_size={max(1, check.plan['batch'] // 2)}",
-    ]  # fmt: skip
+    ]
     found = compare(
         check.bench, own, {"float8": [*own, "--transforms.float8.recipe_name=tensorwise"]}, check.plan["pairs"]
     )
@@ -459,8 +476,10 @@ def parser() -> argparse.ArgumentParser:
         description="Look at this machine's CUDA devices: parity of layouts and transforms, float8, speed, memory.\n"
         "What is missing or out of time is skipped and said. Exit status: 0 nothing failed, 1 something did, 2 the\n"
         "check cannot run here.",
-        epilog=f"parts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        epilog=f"parts:\n{parts}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     made.add_argument("--device", choices=tuple(PLANS), default="cuda", help="cpu = tiny sizes, to try this script out")
     made.add_argument("--seconds", type=int, default=SECONDS, help=f"time for everything ({SECONDS})")
     made.add_argument(
@@ -526,18 +545,22 @@ def launch(name: str, device: str, n_devices: int, folder: Path, deadline: float
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {
-        **os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it no deterministic matmul
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-    }  # fmt: skip
+    }
     print(f"{name}: {part.function.__doc__}", file=sys.stderr, flush=True)
     start = time.time()
     log = folder / f"{name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, *launcher, *command], stdout=output, stderr=subprocess.STDOUT, env=environment,
+            [sys.executable, *launcher, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             status = process.wait(timeout=deadline - time.time())
         except subprocess.TimeoutExpired:
@@ -619,9 +642,10 @@ def conclude(lines: list[dict[str, Any]], surroundings: dict[str, Any], json_fil
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in surroundings["packages"].items())
     several = f"{surroundings['n_devices']} x " if surroundings["n_devices"] > 1 else ""
     tables.show(
-        f"{several}{surroundings['device']}; {versions}", ["what", "result", "status"],
+        f"{several}{surroundings['device']}; {versions}",
+        ["what", "result", "status"],
         [[line["what"], line["result"], line["status"]] for line in lines],
-    )  # fmt: skip
+    )
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if json_file:
         json_file.write_text(json.dumps({"about": surroundings, "lines": lines}, indent=1) + "\n", encoding="utf-8")

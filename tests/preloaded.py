@@ -5,11 +5,17 @@ import importlib
 from titan_prores import registry
 
 for name in (
-    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "torchdata.stateful_dataloader", "components.checkpoint._tensors", "titan_prores.cli", "titan_prores.trainer",
+    "torchdata.stateful_dataloader",
+    "components.checkpoint._tensors",
+    "titan_prores.cli",
+    "titan_prores.trainer",
     "tests.integration.launch",
-):  # fmt: skip
+):
     importlib.import_module(name)
 for kind in registry.KINDS:
     registry.names(kind)

@@ -141,9 +141,13 @@ class ActivationBytes:
 
 
 def step_bytes(
-    model: nn.Module, loss: Loss, transforms: Transforms, tokens_BS: torch.Tensor, labels_BS: torch.Tensor,
+    model: nn.Module,
+    loss: Loss,
+    transforms: Transforms,
+    tokens_BS: torch.Tensor,
+    labels_BS: torch.Tensor,
     fake: FakeTensorMode | None = None,
-) -> ActivationBytes:  # fmt: skip
+) -> ActivationBytes:
     """Run forward, loss and backward once, as a step does, and count; leaves no gradients behind.
 
     Args:

@@ -236,9 +236,12 @@ def check_loss(recipe: Recipe, components: Components, mesh: Mesh) -> None:
     shape = (training.local_batch_size, training.seq_len)
     dtype = DTYPES[training.mixed_precision_param or training.dtype]
     with (
-        FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"),
-        components.transforms.computing(), quiet("torch._subclasses.fake_tensor"), LargestGather() as gathered,
-    ):  # fmt: skip
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.compiler.set_stance("force_eager"),
+        components.transforms.computing(),
+        quiet("torch._subclasses.fake_tensor"),
+        LargestGather() as gathered,
+    ):
         whole = torch.empty(*shape, vocabulary, dtype=dtype, device=mesh.device)
         logits = distribute_tensor(whole, tp, [Shard(2)], src_data_rank=None).requires_grad_()
         labels = torch.zeros(shape, dtype=torch.int64, device=mesh.device)
@@ -324,9 +327,11 @@ def choose_checkpoint(
     if step is None:
         if earlier := mesh.on_main(run.noted_checkpoint):
             raise ConfigError(
-                "job.dump_folder", f"this run would start at step 0 over {earlier}", value=recipe.job.dump_folder,
+                "job.dump_folder",
+                f"this run would start at step 0 over {earlier}",
+                value=recipe.job.dump_folder,
                 allowed="another folder, or checkpoints as that one has them",
-            )  # fmt: skip
+            )
         logger.info(reason)
         return None, meta
     logger.info(reason)
@@ -358,9 +363,14 @@ def prepare_data(
     source, tokenizer = recipe.slots["dataset"], recipe.slots["tokenizer"]
     try:
         cache = prepare(
-            components.dataset, components.tokenizer, source.config, source_name=source.name,
-            tokenizer_name=tokenizer.name, say=logger.info, first=mesh.is_main,
-        )  # fmt: skip
+            components.dataset,
+            components.tokenizer,
+            source.config,
+            source_name=source.name,
+            tokenizer_name=tokenizer.name,
+            say=logger.info,
+            first=mesh.is_main,
+        )
         if source.config.verify == "always":
             _verify_together(cache, mesh)
     except ConfigError as error:
@@ -376,10 +386,11 @@ def prepare_data(
     ranked = recipe.slots["checkpoint"].config.enabled and recipe.slots["checkpoint"].config.needs_validation()
     if ranked and not len(cache.validation):
         raise ConfigError(
-            f"checkpoint.{ranked}", "ranks by validation loss, and no document is held out",
+            f"checkpoint.{ranked}",
+            "ranks by validation loss, and no document is held out",
             value=getattr(recipe.slots["checkpoint"].config, ranked),
             allowed="0, or a larger dataset.validation_fraction",
-        )  # fmt: skip
+        )
     if recipe.slots["validation"].config.enabled and not len(cache.validation):
         logger.warning("no document is held out, so nothing will be validated (dataset.validation_fraction)")
     return cache, windows

@@ -134,9 +134,11 @@ def _launcher_faults(variables: Mapping[str, str], world_size: int) -> list[Conf
     several = world_size > 1
     wrong = []
     for name, least, most in (
-        ("RANK", 0, world_size - 1), ("LOCAL_RANK", 0, world_size - 1), ("LOCAL_WORLD_SIZE", 1, world_size),
+        ("RANK", 0, world_size - 1),
+        ("LOCAL_RANK", 0, world_size - 1),
+        ("LOCAL_WORLD_SIZE", 1, world_size),
         ("MASTER_PORT", 0, 2**16 - 1),
-    ):  # fmt: skip
+    ):
         text = variables.get(name, "")
         valid = text.isascii() and text.isdecimal() and len(text) < 9 and least <= int(text) <= most
         if text and not valid:
@@ -229,9 +231,11 @@ def train(recipe: Recipe) -> int:
 def _farewell(end: dict) -> str:
     from titan_prores.log import validation_text
 
-    what = f"stopped      {end['stopped']}, everything saved: the same command goes on after" if end["stopped"] else (
-        "finished    "
-    )  # fmt: skip
+    what = (
+        f"stopped      {end['stopped']}, everything saved: the same command goes on after"
+        if end["stopped"]
+        else ("finished    ")
+    )
     lines = [f"{what} step {end['step']}"]
     if end["validation"]:
         lines.append(f"validation   {validation_text(end['validation'])}")
@@ -280,9 +284,12 @@ def list_components(kind: str = "") -> str:
     """Components of a kind, or of all kinds, with the first line of their docstrings."""
     if kind and kind not in registry.KINDS:
         raise ConfigError(
-            "--list-components", "is no kind of component", value=kind, allowed=list(registry.KINDS),
+            "--list-components",
+            "is no kind of component",
+            value=kind,
+            allowed=list(registry.KINDS),
             nearest=nearest(kind, registry.KINDS),
-        )  # fmt: skip
+        )
     lines = []
     for each in [kind] if kind else registry.KINDS:
         lines.append(f"{each}: {registry.KINDS[each].summary}")

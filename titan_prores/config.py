@@ -39,9 +39,13 @@ class Section(BaseModel):
     """Base of every config section: frozen, no unknown keys, no silent conversion (a bool is not an int)."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
         protected_namespaces=(),
-    )  # fmt: skip
+    )
 
     # Groups of keys of which one is given instead of another: one that a later file or the command line gives displaces
     # those of its group from before. A table that gives two itself keeps both, for the section's own check.

@@ -130,9 +130,10 @@ def unfilled_buffers(model: nn.Module) -> list[str]:
     return [
         name
         for name, buffer in model.named_buffers()
-        if buffer.numel() and (unset := _unset(buffer)) is not None
+        if buffer.numel()
+        and (unset := _unset(buffer)) is not None
         and bool((buffer.isnan() if unset != unset else buffer == unset).all())
-    ]  # fmt: skip
+    ]
 
 
 def _unset(buffer: torch.Tensor) -> float | int | None:

@@ -36,19 +36,26 @@ by a signal with everything saved (the same command goes on), 1 anything else.
 def parser() -> argparse.ArgumentParser:
     """Of the launcher's own options, in torchrun's spelling too; what it does not know is the run's."""
     made = argparse.ArgumentParser(
-        prog="titan-prores launch", description="Train on several processes, one a GPU.", allow_abbrev=False,
+        prog="titan-prores launch",
+        description="Train on several processes, one a GPU.",
+        allow_abbrev=False,
         usage="%(prog)s [--nproc N] [--nnodes N --rdzv-endpoint HOST:PORT] --config FILE [--section.key=value ...]",
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
     def option(*names: str, **settings: object) -> None:
         spelled = [name.replace("-", "_").replace("__", "--", 1) for name in names]
         made.add_argument(*dict.fromkeys([*names, *spelled]), **settings)
 
     option(
-        "--nproc", "--nproc-per-node", type=_ranks, default=None, metavar="N",
+        "--nproc",
+        "--nproc-per-node",
+        type=_ranks,
+        default=None,
+        metavar="N",
         help="processes on this machine; auto (the default): one for each GPU, or one without any",
-    )  # fmt: skip
+    )
     option("--nnodes", type=_count, default=1, metavar="N", help="machines; start the same command on each of them")
     option("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: a free port on one of them")
     option("--rdzv-id", metavar="ID", help="tells jobs that meet at one place apart; the same on all machines")
@@ -110,14 +117,19 @@ def _start(options: argparse.Namespace, ranks: int, rest: Sequence[str], passing
     logging.disable(logging.ERROR)  # the ranks say what happens, and say it better
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         settings = LaunchConfig(
-            min_nodes=options.nnodes, max_nodes=options.nnodes, nproc_per_node=ranks,
-            run_id=options.rdzv_id or str(uuid.uuid4()), rdzv_backend="c10d",
+            min_nodes=options.nnodes,
+            max_nodes=options.nnodes,
+            nproc_per_node=ranks,
+            run_id=options.rdzv_id or str(uuid.uuid4()),
+            rdzv_backend="c10d",
             rdzv_endpoint=options.rdzv_endpoint or "127.0.0.1:0",
             # One machine need not know its own name: looking it up takes minutes where it does not resolve.
             local_addr=options.local_addr or ("127.0.0.1" if one else None),
             # Torch ends the ranks half a minute after a signal, and says nothing of how they ended: ours are passed on.
-            signals_to_handle="SIGQUIT", max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )  # fmt: skip
+            signals_to_handle="SIGQUIT",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
         try:
             elastic_launch(settings, sys.executable)("-m", "titan_prores.cli", *rest)
         except ChildFailedError as failed:

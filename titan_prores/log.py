@@ -44,9 +44,13 @@ def setup(log_file: Path | None, rank: int, world_size: int) -> None:
         from rich.logging import RichHandler
 
         shown: logging.Handler = RichHandler(
-            console=console(), show_path=False, show_level=False, log_time_format="%H:%M:%S",
-            omit_repeated_times=False, highlighter=NullHighlighter(),
-        )  # fmt: skip
+            console=console(),
+            show_path=False,
+            show_level=False,
+            log_time_format="%H:%M:%S",
+            omit_repeated_times=False,
+            highlighter=NullHighlighter(),
+        )
         shown.setFormatter(PlainFormatter("%(message)s"))
     else:
         shown = logging.StreamHandler(sys.stderr)

@@ -12,10 +12,23 @@ from torch.distributed.tensor import DTensor
 from titan_prores.data.loader import IGNORED_LABEL
 
 # Keys that rows have of the engine's own: a term cannot have one of them.
-ROW_KEYS = frozenset((
-    "step", "loss", "perplexity", "grad_norm", "lr", "tokens", "skipped", "step_seconds", "tokens_per_second",
-    "validation", "validation_loss", "validation_perplexity", "validation_tokens",
-))  # fmt: skip
+ROW_KEYS = frozenset(
+    (
+        "step",
+        "loss",
+        "perplexity",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "skipped",
+        "step_seconds",
+        "tokens_per_second",
+        "validation",
+        "validation_loss",
+        "validation_perplexity",
+        "validation_tokens",
+    )
+)
 
 
 class LossTerms(NamedTuple):

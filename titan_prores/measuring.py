@@ -345,11 +345,12 @@ def compare(
     seconds = by_turns({name: partial(step, bench) for name, bench in benches.items()}, pairs)
     base = seconds["reference"]
     return Comparison(
-        benches, seconds,
+        benches,
+        seconds,
         {name: benches[name].tokens_per_step / statistics.median(taken) for name, taken in seconds.items()},
         {name: paired_ratio(seconds[name], base) for name in variants},
         paired_ratio(seconds["again"], base),
-    )  # fmt: skip
+    )
 
 
 # --- Memory -------------------------------------------------------------------------------------------------------

@@ -104,8 +104,10 @@ class NonFinitePolicy:
         self.offending = None
         logger.warning(
             "%s: going back to the checkpoint of step %d; %s will be skipped",
-            self._problem, checkpoint_step, counted(sum(first >= samples for first in self.pass_over), "batch"),
-        )  # fmt: skip
+            self._problem,
+            checkpoint_step,
+            counted(sum(first >= samples for first in self.pass_over), "batch"),
+        )
 
     def state(self, sample: int) -> dict[str, Any]:
         """What a checkpoint remembers, JSON-ready; `sample` is the first that has not been seen."""
@@ -121,9 +123,13 @@ class NonFinitePolicy:
 
 
 def keep_batch(
-    folder: Path, batches: Sequence[Sequence[torch.Tensor]], facts: Mapping[str, Any], local_loss: float,
-    model: nn.Module, mesh: Mesh,
-) -> None:  # fmt: skip
+    folder: Path,
+    batches: Sequence[Sequence[torch.Tensor]],
+    facts: Mapping[str, Any],
+    local_loss: float,
+    model: nn.Module,
+    mesh: Mesh,
+) -> None:
     """Leave what one update was computed from where somebody can look at it, in `step-<k>` below. Collective.
 
     Writes `data-rank-<k>.npz` with int32 arrays `tokens` and `labels` of shape [microbatches, B, S] for every data
@@ -141,8 +147,11 @@ def keep_batch(
     found = mesh.gather((mesh.data_rank, local_loss, _nonfinite_gradients(model)))
     # Whoever takes part in a sum over ranks sees the fault of one: names are the same wherever they are whole.
     names = sorted({name for _, _, names in found for name in names})
-    report = {**facts, "loss_by_data_rank": dict(sorted((rank, loss) for rank, loss, _ in found)),
-              "parameters_with_nonfinite_gradients": names}  # fmt: skip
+    report = {
+        **facts,
+        "loss_by_data_rank": dict(sorted((rank, loss) for rank, loss, _ in found)),
+        "parameters_with_nonfinite_gradients": names,
+    }
     try:
         earlier, folder = folder.glob("step-*"), folder / f"step-{facts['step']:08d}"
         if sum(path != folder for path in earlier) >= MOST_KEPT:

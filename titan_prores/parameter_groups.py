@@ -54,9 +54,11 @@ def split(
         for pattern in group.patterns:
             if not fnmatch.filter(names, pattern):
                 raise ConfigError(
-                    f"groups[{number}].patterns", "matches no trained parameter", value=pattern,
+                    f"groups[{number}].patterns",
+                    "matches no trained parameter",
+                    value=pattern,
                     allowed=f"shell-style patterns of names such as {', '.join(names[:3])}",
-                )  # fmt: skip
+                )
         mine = [name for name in left if any(fnmatch.fnmatchcase(name, p) for p in group.patterns)]
         decay = weight_decay if group.weight_decay is None else group.weight_decay
         result.append(_group(left, mine, lr * group.lr_scale, decay))

@@ -60,15 +60,21 @@ class Part:
         contract = registry.contract(self.kind)
         if missing := missing_attributes(contract, built):
             what = f"is not a valid {self.kind} component: its instances lack {', '.join(missing)}"
-            raise ConfigError(f"{self.key}.name", f"{what} (see {contract.__module__}.{contract.__name__})",
-                              value=self.name)  # fmt: skip
+            raise ConfigError(
+                f"{self.key}.name", f"{what} (see {contract.__module__}.{contract.__name__})", value=self.name
+            )
         return built
 
 
 def resolve_section(
-    section: type[Section], raw: Mapping[str, Any], key: Key, tree: Tree, errors: list[ConfigError],
-    origins: dict[str, str] | None = None, also: tuple[str, ...] = (),
-) -> Section | None:  # fmt: skip
+    section: type[Section],
+    raw: Mapping[str, Any],
+    key: Key,
+    tree: Tree,
+    errors: list[ConfigError],
+    origins: dict[str, str] | None = None,
+    also: tuple[str, ...] = (),
+) -> Section | None:
     """Validate one table. Faults are added to `errors`, all of them; returns None when there were any.
 
     Args:
@@ -160,9 +166,15 @@ def _own_fault(section: type[Section], error: Exception, key: Key, tree: Tree) -
 
 
 def resolve_part(
-    kind: str, raw: Any, key: Key, tree: Tree, errors: list[ConfigError], origins: dict[str, str] | None = None,
-    name: Any = None, also: tuple[str, ...] = (),
-) -> Part | None:  # fmt: skip
+    kind: str,
+    raw: Any,
+    key: Key,
+    tree: Tree,
+    errors: list[ConfigError],
+    origins: dict[str, str] | None = None,
+    name: Any = None,
+    also: tuple[str, ...] = (),
+) -> Part | None:
     """The component that a table names, with its typed settings; None after adding to `errors`.
 
     Args:
@@ -180,9 +192,14 @@ def resolve_part(
         raw = {"name": raw}
     if not isinstance(raw, Mapping):
         errors.append(
-            ConfigError(dotted(key), f"must be a table, not {type_of(raw)}", value=raw, where=where,
-                        allowed='name = "...", and the settings of that component')
-        )  # fmt: skip
+            ConfigError(
+                dotted(key),
+                f"must be a table, not {type_of(raw)}",
+                value=raw,
+                where=where,
+                allowed='name = "...", and the settings of that component',
+            )
+        )
         return None
     name = raw.get("name", name)
     try:
@@ -208,9 +225,15 @@ def resolve_part(
 
 
 def _config_error(
-    location: Key, owner: type[Section], info: FieldInfo | None, annotation: Any,
-    fault: Mapping[str, Any], key: Key, tree: Tree, also: tuple[str, ...],
-) -> ConfigError:  # fmt: skip
+    location: Key,
+    owner: type[Section],
+    info: FieldInfo | None,
+    annotation: Any,
+    fault: Mapping[str, Any],
+    key: Key,
+    tree: Tree,
+    also: tuple[str, ...],
+) -> ConfigError:
     """A pydantic fault in our own words; the first four are what `_declaration` found."""
     full = (*key, *location)
     name, where, value, kind = dotted(full), tree.origin(full), plain(fault["input"]), fault["type"]
@@ -219,9 +242,13 @@ def _config_error(
         known = [*owner.model_fields, *(also if len(location) == 1 else ())]
         hint = nearest(location[-1], known)
         return ConfigError(
-            name, "unknown key", value=value, where=where, nearest=dotted((*full[:-1], hint)) if hint else None,
+            name,
+            "unknown key",
+            value=value,
+            where=where,
+            nearest=dotted((*full[:-1], hint)) if hint else None,
             allowed=None if hint else sorted(known) or "no keys at all",
-        )  # fmt: skip
+        )
     if kind == "missing":
         about = f"{wanted}: {info.description}" if info and info.description else wanted
         return ConfigError(name, "is required", where=where, allowed=about)

@@ -95,9 +95,11 @@ def located(text: str, folder: Path | None, rule: PathRule) -> str:
         return os.path.join(base, rest) if rest else base
     if rule.read and folder is not None and not _found(text, rule) and _found(os.path.join(folder, text), rule):
         raise ConfigError(
-            "", "is not there: it counts from the working directory, and lies beside this file", value=text,
+            "",
+            "is not there: it counts from the working directory, and lies beside this file",
+            value=text,
             nearest=f"./{text}",
-        )  # fmt: skip
+        )
     return text
 
 

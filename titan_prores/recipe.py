@@ -44,9 +44,11 @@ class Training(Section):
         8, "what a data-parallel rank takes through the model at once", unit="sequences", gt=0
     )
     global_batch_size: int = setting(
-        -1, "in an optimizer step, gradients being accumulated as needed; -1 = local_batch_size x ranks",
-        unit="sequences", ge=-1,  # what it comes to must stay the same, which the checkpoint knows
-    )  # fmt: skip
+        -1,
+        "in an optimizer step, gradients being accumulated as needed; -1 = local_batch_size x ranks",
+        unit="sequences",
+        ge=-1,  # what it comes to must stay the same, which the checkpoint knows
+    )
     max_norm: float = setting(1.0, "gradients are scaled down to this L2 norm; 0 = never", ge=0)
     dtype: Dtype = setting("float32", "of master weights and optimizer state; bfloat16 = pure bf16 training")
     mixed_precision_param: Dtype | None = setting(
@@ -65,9 +67,11 @@ class Training(Section):
     )
     deterministic: bool = setting(False, "use deterministic kernels only; slower on CUDA")
     gc_freq: int = setting(
-        50, "run Python's garbage collector every so many steps instead of at random; 0 = leave it alone",
-        unit="optimizer steps", ge=0,
-    )  # fmt: skip
+        50,
+        "run Python's garbage collector every so many steps instead of at random; 0 = leave it alone",
+        unit="optimizer steps",
+        ge=0,
+    )
 
 
 class Parallelism(Section):
@@ -299,9 +303,13 @@ def changes_since(recipe: Recipe, earlier: Mapping[str, Any]) -> tuple[list[Conf
         same = ruled is not None and rules[ruled].rule == "same"
         if same and key[:2] not in off and any(k[: len(ruled) - 1] == ruled[:-1] for k in before):
             errors.append(
-                ConfigError(dotted(key), f"was {shown(old)} when the checkpoint was written and must stay so",
-                            value=new, where=_origin(recipe.origins, key))
-            )  # fmt: skip
+                ConfigError(
+                    dotted(key),
+                    f"was {shown(old)} when the checkpoint was written and must stay so",
+                    value=new,
+                    where=_origin(recipe.origins, key),
+                )
+            )
         else:
             notes.append(f"{dotted(key)}: {shown(old)} -> {shown(new)}")
     return errors, notes
@@ -342,9 +350,9 @@ def plan_mesh(parallelism: Parallelism, world_size: int) -> dict[str, int]:
         allowed = f"degrees whose product is {world_size}, or one of them -1"
         if open_axes:
             allowed = f"the product of the other degrees, {given}, must divide {world_size}"
-        raise ConfigErrors([
-            ConfigError("parallelism", f"{product or 'all degrees 1'} does not fit {ranks}", allowed=allowed)
-        ])  # fmt: skip
+        raise ConfigErrors(
+            [ConfigError("parallelism", f"{product or 'all degrees 1'} does not fit {ranks}", allowed=allowed)]
+        )
     return degrees
 
 
@@ -406,10 +414,16 @@ def _refuse_sweep(tree: Tree) -> None:
     if isinstance(recipe, str) and tree.values.keys() & {"folder", "axes", "grids"}:
         where = tree.origin(("recipe",)) or ""
         sweep = where.rpartition(":")[0]
-        raise ConfigErrors([
-            ConfigError("", "this file is a sweep, not a recipe", where=where,
-                        allowed=f"python scripts/sweep.py {sweep}, or the recipe that it names, {recipe}")
-        ])  # fmt: skip
+        raise ConfigErrors(
+            [
+                ConfigError(
+                    "",
+                    "this file is a sweep, not a recipe",
+                    where=where,
+                    allowed=f"python scripts/sweep.py {sweep}, or the recipe that it names, {recipe}",
+                )
+            ]
+        )
 
 
 def _engine_sections(tree: Tree, errors: list[ConfigError]) -> dict[str, Section]:
@@ -421,9 +435,14 @@ def _engine_sections(tree: Tree, errors: list[ConfigError]) -> dict[str, Section
             errors.extend(_unknown_section(name, table, tree))
         elif not isinstance(table, dict):
             errors.append(
-                ConfigError(name, f"must be a table, not {type_of(table)}", value=table, where=where,
-                            allowed=f"[{name}] and its keys below")
-            )  # fmt: skip
+                ConfigError(
+                    name,
+                    f"must be a table, not {type_of(table)}",
+                    value=table,
+                    where=where,
+                    allowed=f"[{name}] and its keys below",
+                )
+            )
     for name, section in ENGINE_SECTIONS.items():
         raw = tree.values.get(name, {})
         if not isinstance(raw, dict):
@@ -445,8 +464,10 @@ def _unknown_section(name: str, table: Any, tree: Tree) -> list[ConfigError]:
     if isinstance(table, dict):
         known = [key for key in table if f"{name}.{key}" in TORCHTITAN_KEYS]
         if known:
-            return [ConfigError(f"{name}.{key}", "unknown key", value=table[key], where=tree.origin((name, key)))
-                    for key in known]  # fmt: skip
+            return [
+                ConfigError(f"{name}.{key}", "unknown key", value=table[key], where=tree.origin((name, key)))
+                for key in known
+            ]
         fault = ConfigError(dotted((name,)), "unknown section", where=tree.origin((name,)))
     else:
         fault = ConfigError(dotted((name,)), "unknown key", value=table, where=tree.origin((name,)))
@@ -483,17 +504,27 @@ def _resolve_set(
         if not isinstance(raw, dict):
             if section not in ENGINE_SECTIONS:  # elsewhere the first pass has refused it
                 errors.append(
-                    ConfigError(dotted(key), f"must be a table, not {type_of(raw)}", value=raw, where=tree.origin(key),
-                                allowed="enabled = true or false, and the settings of the component")
-                )  # fmt: skip
+                    ConfigError(
+                        dotted(key),
+                        f"must be a table, not {type_of(raw)}",
+                        value=raw,
+                        where=tree.origin(key),
+                        allowed="enabled = true or false, and the settings of the component",
+                    )
+                )
             continue
         enabled = raw.get("enabled", True)
         if not isinstance(enabled, bool):
             hint = str(enabled).lower() if str(enabled).lower() in ("true", "false") else None
             errors.append(
-                ConfigError(dotted((*key, "enabled")), f"must be of type bool, not {type_of(enabled)}", value=enabled,
-                            where=tree.origin((*key, "enabled")), nearest=hint)
-            )  # fmt: skip
+                ConfigError(
+                    dotted((*key, "enabled")),
+                    f"must be of type bool, not {type_of(enabled)}",
+                    value=enabled,
+                    where=tree.origin((*key, "enabled")),
+                    nearest=hint,
+                )
+            )
         settings = {k: v for k, v in raw.items() if k != "enabled"}
         part = resolve_part(kind, settings, key, tree, errors, origins, name=name, also=("enabled",))
         if part is not None:
@@ -568,17 +599,26 @@ def resolve(tree: Tree, world_size: int = 1) -> Recipe:
         and "checkpoint" in slots
         and not slots["checkpoint"].config.enabled
     ):
-        errors.append(ConfigError(
-            "training.on_nonfinite", "needs checkpoints to go back to, and checkpoint.enabled is false",
-            value="rewind", allowed="stop, skip", where=tree.origin(("training", "on_nonfinite")),
-        ))  # fmt: skip
+        errors.append(
+            ConfigError(
+                "training.on_nonfinite",
+                "needs checkpoints to go back to, and checkpoint.enabled is false",
+                value="rewind",
+                allowed="stop, skip",
+                where=tree.origin(("training", "on_nonfinite")),
+            )
+        )
     if "checkpoint" in slots and not slots["checkpoint"].config.enabled:
         if (source := slots["checkpoint"].config.weights_from()) is not None:
-            errors.append(ConfigError(
-                "checkpoint.enabled", f"the weights are to come from {source}, which takes checkpoints to be on",
-                value=False, allowed="true; checkpoint.interval may be as long as the run",
-                where=tree.origin(("checkpoint", "enabled")),
-            ))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    "checkpoint.enabled",
+                    f"the weights are to come from {source}, which takes checkpoints to be on",
+                    value=False,
+                    allowed="true; checkpoint.interval may be as long as the run",
+                    where=tree.origin(("checkpoint", "enabled")),
+                )
+            )
     elif {"checkpoint", "validation"} <= slots.keys():
         _check_ranking(slots, sections["training"], errors, tree)
     _check_combinations([*sets["transforms"], *sets["parallelism"]], errors, tree)

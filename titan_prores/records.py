@@ -58,10 +58,14 @@ class Records:
     def prepare(self, run: RunFolder, start_step: int, end_step: int, probing: Probing) -> dict[str, Any]:
         """All ranks: make the probes ready, without starting a sink. Arguments as of `start`; returns `info`."""
         info = {
-            "total_steps": self.recipe.training.steps, "end_step": end_step, "start_step": start_step,
-            "n_layers": len(probing.model.layers), "log_freq": self.recipe.metrics.log_freq,
-            "recipe": self.recipe.to_dict(), "recipe_toml": annotated_toml(self.recipe),
-        }  # fmt: skip
+            "total_steps": self.recipe.training.steps,
+            "end_step": end_step,
+            "start_step": start_step,
+            "n_layers": len(probing.model.layers),
+            "log_freq": self.recipe.metrics.log_freq,
+            "recipe": self.recipe.to_dict(),
+            "recipe_toml": annotated_toml(self.recipe),
+        }
         for metric in self.metrics:
             metric.prepare(run, info, probing)
         return info

@@ -223,9 +223,13 @@ def load_entry_points() -> None:
             errors.append(error)
         except (Exception, SystemExit) as error:
             errors.append(
-                ConfigError(f"entry point {entry_point.name}", f"cannot be loaded: {_said(error)}",
-                            value=entry_point.value, where=where)
-            )  # fmt: skip
+                ConfigError(
+                    f"entry point {entry_point.name}",
+                    f"cannot be loaded: {_said(error)}",
+                    value=entry_point.value,
+                    where=where,
+                )
+            )
     if errors:
         raise ConfigErrors(errors)
 
@@ -322,9 +326,11 @@ def _import_object(kind: str, reference: str) -> type:
     module = _import(module_name, "name", value=reference)
     if not hasattr(module, attribute):
         raise ConfigError(
-            "name", f"{module_name} has no {attribute or 'object without a name'}", value=reference,
+            "name",
+            f"{module_name} has no {attribute or 'object without a name'}",
+            value=reference,
             nearest=nearest(attribute, vars(module)),
-        )  # fmt: skip
+        )
     component = getattr(module, attribute)
     _check_shape(kind, "name", component)
     return component

@@ -39,11 +39,15 @@ def check_start(
         transform, key = transforms[part.name], part.component.start_key
         if key is not None and getattr(part.config, key) is None and transform.start_matters():
             which = f"{source}{_trained_with(source_meta, part)}"
-            errors.append(ConfigError(
-                f"{part.key}.{key}", f"has to be set, as the weights come from {which}",
-                allowed='"warm" = the model they are of is past its warmup, or was trained without one; a step = their '
-                'warmup goes on from there, such as the step of that checkpoint; "fresh" = the warmup begins again',
-            ))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    f"{part.key}.{key}",
+                    f"has to be set, as the weights come from {which}",
+                    allowed='"warm" = the model they are of is past its warmup, or was trained without one; a step = '
+                    "their warmup goes on from there, such as the step of that checkpoint; "
+                    '"fresh" = the warmup begins again',
+                )
+            )
     if errors:
         raise ConfigErrors(errors)
     if source_meta:
@@ -108,13 +112,27 @@ def switched(
         transform = transforms[name]
         if (label, name) not in before and changes_model(transform) and not transform.leaves_model_as_it_is(step):
             key = f"{part.key}.enabled"
-            errors.append(ConfigError(key, problem.format("off"), value=True, allowed=allowed.format("false"),
-                                      where=recipe.origins.get(key) or recipe.origins.get(part.key)))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    key,
+                    problem.format("off"),
+                    value=True,
+                    allowed=allowed.format("false"),
+                    where=recipe.origins.get(key) or recipe.origins.get(part.key),
+                )
+            )
     for label, name in sorted(before - on.keys()):
         if meta.get("changes_model", {}).get(label, _class_changes_model(name)):
             key = dotted(("transforms", label, "enabled"))
-            errors.append(ConfigError(key, problem.format("on"), value=False, allowed=allowed.format("true"),
-                                      where=recipe.origins.get(key)))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    key,
+                    problem.format("on"),
+                    value=False,
+                    allowed=allowed.format("true"),
+                    where=recipe.origins.get(key),
+                )
+            )
     return errors
 
 
@@ -130,8 +148,9 @@ def models_changed(recipe: Recipe, transforms: Mapping[str, Transform], step: in
     """Label -> whether the model computes something else without it from here on, of each transform that may."""
     return {
         split_key(part.key)[-1]: not transforms[part.name].leaves_model_as_it_is(step)
-        for part in recipe.sets["transforms"] if changes_model(transforms[part.name])
-    }  # fmt: skip
+        for part in recipe.sets["transforms"]
+        if changes_model(transforms[part.name])
+    }
 
 
 def learning_rates_changed(

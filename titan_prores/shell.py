@@ -91,9 +91,12 @@ def _forgiving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """A stream to where `stream` goes, buffered as that is."""
     raw = _ForgivingFile(stream.fileno())
     return io.TextIOWrapper(
-        raw if stream.write_through else io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace",
-        line_buffering=stream.line_buffering, write_through=stream.write_through,
-    )  # fmt: skip
+        raw if stream.write_through else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 class _ForgivingFile(io.RawIOBase):

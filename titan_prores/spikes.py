@@ -30,9 +30,14 @@ class SpikeScore:
     """
 
     def __init__(
-        self, total_steps: int, *, window: int = WINDOW, threshold: float = THRESHOLD,
-        start_ratio: float = START_RATIO, end_ratio: float = END_RATIO,
-    ) -> None:  # fmt: skip
+        self,
+        total_steps: int,
+        *,
+        window: int = WINDOW,
+        threshold: float = THRESHOLD,
+        start_ratio: float = START_RATIO,
+        end_ratio: float = END_RATIO,
+    ) -> None:
         self.threshold = threshold
         self.first, self.last = start_ratio * total_steps, end_ratio * total_steps
         self._ring = np.empty(window)

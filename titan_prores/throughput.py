@@ -115,9 +115,7 @@ class Throughput:
         seconds = max(now - self._last - self._paused_seconds, 1e-9)
         self._last, self._paused_seconds = now, 0.0
         self.speeds.append(tokens / seconds)
-        found = {
-            "tokens_per_second": self.speeds[-1], "step_seconds": seconds, "memory_gib": memory_gib(self.device)
-        }  # fmt: skip
+        found = {"tokens_per_second": self.speeds[-1], "step_seconds": seconds, "memory_gib": memory_gib(self.device)}
         if self.peak is not None:
             found["mfu"] = mfu(self.speeds[-1], self.flops_per_token, self.n_devices, self.peak)
         return found

@@ -202,9 +202,12 @@ class Trainer:
             self._begin("waiting for the last checkpoint")
             self.saver.finish()
         return {
-            "step": self.step, "run_folder": str(self.run.path), "tokens_per_second": self.clock.median(),
-            "validation": self.last_validation, "stopped": self.stopped,
-        }  # fmt: skip
+            "step": self.step,
+            "run_folder": str(self.run.path),
+            "tokens_per_second": self.clock.median(),
+            "validation": self.last_validation,
+            "stopped": self.stopped,
+        }
 
     def train_step(self) -> None:
         """One optimizer update: number `self.step + 1`."""
@@ -247,11 +250,15 @@ class Trainer:
         self.samples += self.batch_size
         self.transforms.after_step(self.step)
         row = {
-            "step": self.step, "loss": loss_value, "grad_norm": norm_value,
+            "step": self.step,
+            "loss": loss_value,
+            "grad_norm": norm_value,
             **({"perplexity": perplexity(loss_value)} if self.parts.loss_is_cross_entropy else {}),
-            "lr": self.optimizer.param_groups[-1]["lr"], "tokens": self.samples * self.recipe.training.seq_len,
-            **self.clock.step(self.batch_size * self.recipe.training.seq_len), **({} if finite else {"skipped": True}),
-        }  # fmt: skip
+            "lr": self.optimizer.param_groups[-1]["lr"],
+            "tokens": self.samples * self.recipe.training.seq_len,
+            **self.clock.step(self.batch_size * self.recipe.training.seq_len),
+            **({} if finite else {"skipped": True}),
+        }
         add(row, dict(zip(other_sums, other_values, strict=True)), "the loss")
         self.records.write_step(row, self.transforms, probed)
         self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
@@ -284,10 +291,15 @@ class Trainer:
         """Microbatches from the position in the data on."""
         training = self.recipe.training
         self.loader = microbatches(
-            self.windows, seed=training.seed, start_position=self.samples, local_batch_size=training.local_batch_size,
-            data_rank=self.mesh.data_rank, data_ranks=self.mesh.data_size,
-            num_workers=self.recipe.slots["dataset"].config.num_workers, waiting=self._wait_for_data,
-        )  # fmt: skip
+            self.windows,
+            seed=training.seed,
+            start_position=self.samples,
+            local_batch_size=training.local_batch_size,
+            data_rank=self.mesh.data_rank,
+            data_ranks=self.mesh.data_size,
+            num_workers=self.recipe.slots["dataset"].config.num_workers,
+            waiting=self._wait_for_data,
+        )
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next microbatch of this rank, (tokens_BS, labels_BS)."""
@@ -318,9 +330,13 @@ class Trainer:
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         with self.transforms.computing():
             found = self.parts.validator.validate(
-                self.model, self.parts.validation_loss, windows, self.mesh, self.recipe.training.local_batch_size,
+                self.model,
+                self.parts.validation_loss,
+                windows,
+                self.mesh,
+                self.recipe.training.local_batch_size,
                 lambda: self.mesh.any(self.stop_request.name is not None),
-            )  # fmt: skip
+            )
         self.transforms.after_evaluation()
         if found is None:
             self.stopped = self.mesh.first(self.stop_request.name)
@@ -334,14 +350,18 @@ class Trainer:
         self.mesh.on_main(self.records.sync)
         weights_are_finite = bool(total_norm(self.model.parameters()).isfinite())
         meta = {
-            "step": self.step, "samples": self.samples, "global_batch_size": self.batch_size,
-            "data": self.data.fingerprint, "sources": self.sources, "mesh": self.mesh.degrees,
+            "step": self.step,
+            "samples": self.samples,
+            "global_batch_size": self.batch_size,
+            "data": self.data.fingerprint,
+            "sources": self.sources,
+            "mesh": self.mesh.degrees,
             **self.nonfinite.state(self.samples),
             "transforms": self.transforms.states(),
             "changes_model": models_changed(self.recipe, dict(self.transforms.named), self.step),
             "finite": weights_are_finite and not self.nonfinite.skipped_in_a_row,
             "recipe": self.recipe.to_dict(),
-        }  # fmt: skip
+        }
         if self.validated_step == self.step:
             meta["validation_loss"] = self.last_validation.get("validation_loss")
         self.saver.save(self.step, self.model, self.optimizer, meta)

@@ -295,9 +295,10 @@ class Transforms:
             if found != names:
                 changed = sorted(set(names) ^ set(found))[:3]
                 raise ConfigError(
-                name, f"changes the names of weights, which are initialized and saved by them: {changed}",
-                allowed="weights that keep their names, and new ones whose names init_rules() has",
-            )  # fmt: skip
+                    name,
+                    f"changes the names of weights, which are initialized and saved by them: {changed}",
+                    allowed="weights that keep their names, and new ones whose names init_rules() has",
+                )
             facts.applied.append(name)
             if what := transform.describe():
                 lines.append(f"{name}: {what}")

@@ -37,9 +37,13 @@ def logsumexp(logits: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100,
-    reduction: Literal["sum", "mean", "none"] = "sum", label_smoothing: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["sum", "mean", "none"] = "sum",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     """Cross-entropy in nats, as `torch.nn.functional.cross_entropy` defines it.
 
     Args:

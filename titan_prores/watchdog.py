@@ -166,8 +166,10 @@ class Watchdog:
             logger.error(
                 "rank %d: no progress for %.0f s (%s), and the store no longer answers, so which rank is late is not "
                 "known; most likely the host of the first rank, or its torchrun, has ended",
-                self._rank, time.time() - mine.since, _describe(mine),
-            )  # fmt: skip
+                self._rank,
+                time.time() - mine.since,
+                _describe(mine),
+            )
             return
         everyone[self._rank] = mine
         late = late_ranks(everyone)

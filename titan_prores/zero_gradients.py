@@ -28,5 +28,7 @@ class ZeroGradients:
             "the gradient norm is exactly 0 in steps %d to %d, loss %.4f: nothing is being learned. Weights may be so "
             "large that a norm overflows (model.init, model.init_std) or so small that gradients underflow "
             "(training.dtype), or the loss may not depend on any trained parameter.",
-            row["step"] - UPDATES + 1, row["step"], row["loss"],
-        )  # fmt: skip
+            row["step"] - UPDATES + 1,
+            row["step"],
+            row["loss"],
+        )

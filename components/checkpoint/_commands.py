@@ -28,9 +28,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="checkpoint.py", description="List, verify, compare and prune checkpoints. Nothing in them is executed.",
+        prog="checkpoint.py",
+        description="List, verify, compare and prune checkpoints. Nothing in them is executed.",
         epilog="Exit status: 0 all is well, 1 a checkpoint is damaged or two of them differ, 2 the command is wrong.",
-    )  # fmt: skip
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(run: Any, help: str) -> argparse.ArgumentParser:
@@ -92,8 +93,15 @@ def _list(options: argparse.Namespace) -> int:
         meta, size = folder.meta(step), sum(each.bytes for each in folder.records(step).values())
         loss = meta.get("validation_loss", losses.get(step))
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in meta["mesh"].items() if degree > 1) or "1 rank"
-        rows.append([str(step), f"{size / 2**20:.1f}", mesh, "" if loss is None else f"{loss:.4f}",
-                     "whole, by sizes" + ("" if meta.get("finite") else "; numbers not finite")])  # fmt: skip
+        rows.append(
+            [
+                str(step),
+                f"{size / 2**20:.1f}",
+                mesh,
+                "" if loss is None else f"{loss:.4f}",
+                "whole, by sizes" + ("" if meta.get("finite") else "; numbers not finite"),
+            ]
+        )
     show(str(folder.path), ["step", "MiB", "written by", "validation loss", "state"], rows)
     return int(damaged)
 

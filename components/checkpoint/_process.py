@@ -40,9 +40,11 @@ class WriterProcess:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path], stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *files],
-                )  # fmt: skip
+                    [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno(), *files],
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._connection = Connection(ours.detach())

@@ -165,9 +165,11 @@ def load_weights(folder: Path, model: nn.Module, may_lack: Sequence[str]) -> Non
     unused = [pattern for pattern in may_lack if not any(fnmatchcase(name, pattern) for name in weights)]
     other = [n for n in weights.keys() & saved.keys() if weights[n].shape != saved[n].size]
     for what, names in (
-        ("it lacks", lacking), ("the model has no", sorted(saved.keys() - weights.keys())),
-        ("other shapes of", sorted(other)), ("init_from_missing matches no weight:", unused),
-    ):  # fmt: skip
+        ("it lacks", lacking),
+        ("the model has no", sorted(saved.keys() - weights.keys())),
+        ("other shapes of", sorted(other)),
+        ("init_from_missing matches no weight:", unused),
+    ):
         if names:
             raise RuntimeError(f"{what} {', '.join(names[:3])}")
     with _in_one_line():

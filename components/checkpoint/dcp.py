@@ -125,9 +125,11 @@ class DistributedCheckpoint:
         if not candidates:
             return None, reason
         raise ConfigError(
-            "resume", f"no checkpoint is whole ({', '.join(damaged)} in {self.folder.path}); the log names the files",
-            value=self.config.resume, allowed="another step, or checkpoint.verify = never to read them all the same",
-        )  # fmt: skip
+            "resume",
+            f"no checkpoint is whole ({', '.join(damaged)} in {self.folder.path}); the log names the files",
+            value=self.config.resume,
+            allowed="another step, or checkpoint.verify = never to read them all the same",
+        )
 
     def _check_writable(self) -> None:
         """Raise ConfigError where the first save would fail, steps later."""
@@ -169,9 +171,11 @@ class DistributedCheckpoint:
         if resume == "never":
             if steps:
                 raise ConfigError(
-                    "resume", f"would start again at step 0 over existing checkpoints: {present}", value=resume,
+                    "resume",
+                    f"would start again at step 0 over existing checkpoints: {present}",
+                    value=resume,
                     allowed='"auto" to go on, or another job.dump_folder to start afresh',
-                )  # fmt: skip
+                )
             return [], "starting at step 0, as checkpoint.resume = never says"
         if steps:
             return steps[::-1], f"the newest of {len(steps)} in {path}"
@@ -257,15 +261,23 @@ class DistributedCheckpoint:
 
     def _write_staged(self, step: int, folder: Path, staged: Future, meta: Mapping[str, Any]) -> None:
         self._write(
-            step, folder, lambda: self._beside.save(folder, staged.result()), self._beside.records_of, meta,
+            step,
+            folder,
+            lambda: self._beside.save(folder, staged.result()),
+            self._beside.records_of,
+            meta,
             lambda value: self.mesh.gather(value, self._group),
-        )  # fmt: skip
+        )
 
     def _write(
-        self, step: int, folder: Path, save: Callable[[], None],
-        read_back: Callable[[Path, int], dict[str, FileRecord]], meta: Mapping[str, Any],
+        self,
+        step: int,
+        folder: Path,
+        save: Callable[[], None],
+        read_back: Callable[[Path, int], dict[str, FileRecord]],
+        meta: Mapping[str, Any],
         gather: Callable[[Any], list[Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write, read back and publish. Collective; raises on all ranks what one of them met."""
         try:
             save()

@@ -74,8 +74,10 @@ class SkippedRecords:
         if self.skipped:
             logger.warning(
                 "skipped %s of %s records, which cannot be used; the first: %s",
-                f"{self.skipped:,}", f"{self.skipped + self.used:,}", self._first,
-            )  # fmt: skip
+                f"{self.skipped:,}",
+                f"{self.skipped + self.used:,}",
+                self._first,
+            )
 
 
 def text_of(record: Any, field: str, where: str | None = None) -> str:
@@ -111,9 +113,13 @@ def no_field(field: str, present: Iterable[str], where: str | None) -> ConfigErr
     """The error of a record or a file without `field`, with what is `present`."""
     present = list(present)
     return ConfigError(
-        "field", "is not there", value=field, allowed=present or "the record is empty", where=where,
+        "field",
+        "is not there",
+        value=field,
+        allowed=present or "the record is empty",
+        where=where,
         nearest=nearest(field, present),
-    )  # fmt: skip
+    )
 
 
 def parse(line: str, where: str) -> Any:

@@ -89,9 +89,12 @@ class HuggingFaceDataset:
         known = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
         if known and not set(config.split.split("+")) <= set(known):
             raise ConfigError(
-                "split", "is no split of the data set", value=config.split, allowed=known,
+                "split",
+                "is no split of the data set",
+                value=config.split,
+                allowed=known,
                 nearest=nearest(config.split, known),
-            )  # fmt: skip
+            )
         skipped = SkippedRecords(config.max_skipped_records)
         try:
             rows = builder.as_streaming_dataset(split=config.split)
@@ -120,8 +123,9 @@ class HuggingFaceDataset:
         files = self._builder.config.data_files or {}
         return {
             str(file): str(origin)
-            for found in files.values() for file, origin in zip(found, found.origin_metadata, strict=True)
-        }  # fmt: skip
+            for found in files.values()
+            for file, origin in zip(found, found.origin_metadata, strict=True)
+        }
 
 
 def _is_within(file: str, folder: str) -> bool:

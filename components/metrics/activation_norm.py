@@ -34,7 +34,4 @@ class ActivationNorm(Probe):
 
         probing.forward(self.tokens_BS, layer=layer)
         norms, squares, tokens, elements = probing.sum(sums)
-        return {
-            "activation_norm": (norms / tokens).tolist(),
-            "activation_rms": (squares / elements).sqrt().tolist(),
-        }
+        return {"activation_norm": (norms / tokens).tolist(), "activation_rms": (squares / elements).sqrt().tolist()}

@@ -129,7 +129,7 @@ def _progress_bar(total: int, completed: int) -> tuple[Any, Any]:
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
         TextColumn("left {task.fields[left]}", table_column=Column(no_wrap=True, min_width=12)),
         TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-    )  # fmt: skip
+    )
     bar = Progress(*columns, console=log.console())
     return bar, bar.add_task("training", total=total, completed=completed, figures="", left="-")
 

@@ -36,9 +36,12 @@ class ResidualCosine(Probe):
             1, "held-out windows of training.seq_len in the fixed batch; at most all there are", gt=0
         )
         reference_ratio: float = setting(
-            0.1, "when what layers add is kept for comparison; 0 = at the first measurement",
-            unit="share of training.steps", ge=0, lt=1,
-        )  # fmt: skip
+            0.1,
+            "when what layers add is kept for comparison; 0 = at the first measurement",
+            unit="share of training.steps",
+            ge=0,
+            lt=1,
+        )
 
     reference: tuple[int, torch.Tensor] | None = None  # step, unit vectors [L, B, S, D] in fp16
 

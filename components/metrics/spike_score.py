@@ -42,11 +42,14 @@ class SpikeScores(Metric):
         self.end_step = info["end_step"]
         self.scores = {
             key: SpikeScore(
-                info["total_steps"], window=config.window, threshold=config.threshold,
-                start_ratio=config.start_ratio, end_ratio=config.end_ratio,
+                info["total_steps"],
+                window=config.window,
+                threshold=config.threshold,
+                start_ratio=config.start_ratio,
+                end_ratio=config.end_ratio,
             )
             for key in KEYS
-        }  # fmt: skip
+        }
 
     def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:
         for row in read_rows(run.metrics_file) if info["start_step"] else ():

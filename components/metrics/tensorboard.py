@@ -35,9 +35,7 @@ class TensorBoard(Metric):
 
         step = info["start_step"]
         self._writer = SummaryWriter(
-            str(run.path / self.config.folder),
-            purge_step=step + 1,
-            flush_secs=self.config.flush_seconds,
+            str(run.path / self.config.folder), purge_step=step + 1, flush_secs=self.config.flush_seconds
         )
         # Indented, it is code to Markdown.
         self._writer.add_text("recipe", "".join(f"    {line}\n" for line in info["recipe_toml"].split("\n")), step)

@@ -92,9 +92,12 @@ class LlamaConfig(Section):
         flavors = {**FLAVORS, CUSTOM: {}}
         if not isinstance(flavor, str) or flavor not in flavors:
             raise ConfigError(
-                "flavor", "is not a flavor of llama", value=flavor, allowed=list(flavors),
+                "flavor",
+                "is not a flavor of llama",
+                value=flavor,
+                allowed=list(flavors),
                 nearest=nearest(str(flavor), flavors),
-            )  # fmt: skip
+            )
         preset = {key: (value, f"flavor {flavor}") for key, value in flavors[flavor].items()}
         norm = given.get("norm")
         scheme = NORM_SCHEMES.get(norm) if isinstance(norm, str) else None
@@ -189,9 +192,12 @@ class Attention(nn.Module):
         k_BSKE = rotary(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)))
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         out_BHSE = F.scaled_dot_product_attention(
-            q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2),
-            is_causal=True, enable_gqa=self.grouped,
-        )  # fmt: skip
+            q_BSHE.transpose(1, 2),
+            k_BSKE.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
         return self.wo(out_BHSE.transpose(1, 2).flatten(-2))
 
 
@@ -327,11 +333,13 @@ class Llama(nn.Module):
                 "output": "gather" if config.tie_embeddings else "logits",
             },
             divisible={
-                "model.n_heads": config.n_heads, "model.n_kv_heads": config.n_kv_heads or config.n_heads,
-                "model.ffn_dim": config.ffn_dim, "training.seq_len": self.seq_len,
+                "model.n_heads": config.n_heads,
+                "model.n_kv_heads": config.n_kv_heads or config.n_heads,
+                "model.ffn_dim": config.ffn_dim,
+                "training.seq_len": self.seq_len,
             },
             spread={"the vocabulary of": self.vocab_size},
-        )  # fmt: skip
+        )
 
     def flops_per_token(self) -> int:
         """6 a matmul weight, and 12 * L * dim * S for attention, as PaLM counts (arXiv 2204.02311, appendix B)."""

@@ -62,17 +62,10 @@ class NormScheme:
 
 
 NORM_SCHEMES: dict[str, NormScheme] = {
-    "pre": NormScheme(
-        "Pre-LN: x + a * F(Norm(x))",
-        lambda layer, n_layers: Placement(in_norm=True),
-    ),
-    "post": NormScheme(
-        "Post-LN: Norm(x + a * F(x))",
-        lambda layer, n_layers: Placement(out_norm=True),
-    ),
+    "pre": NormScheme("Pre-LN: x + a * F(Norm(x))", lambda layer, n_layers: Placement(in_norm=True)),
+    "post": NormScheme("Post-LN: Norm(x + a * F(x))", lambda layer, n_layers: Placement(out_norm=True)),
     "sandwich": NormScheme(
-        "Sandwich-LN: x + a * Norm(F(Norm(x)))",
-        lambda layer, n_layers: Placement(in_norm=True, res_norm=True),
+        "Sandwich-LN: x + a * Norm(F(Norm(x)))", lambda layer, n_layers: Placement(in_norm=True, res_norm=True)
     ),
     # arXiv 2502.02732
     "peri": NormScheme(

@@ -37,6 +37,10 @@ class AdamW:
     def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         c = self.config
         return torch.optim.AdamW(
-            split(named_parameters, c.groups, c.lr, c.weight_decay), lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps,
-            foreach=c.implementation == "foreach", fused=c.implementation == "fused",
-        )  # fmt: skip
+            split(named_parameters, c.groups, c.lr, c.weight_decay),
+            lr=c.lr,
+            betas=(c.beta1, c.beta2),
+            eps=c.eps,
+            foreach=c.implementation == "foreach",
+            fused=c.implementation == "fused",
+        )

@@ -45,9 +45,11 @@ class Float8GatherSequence(GatherSequence):
 
         linear = next(m for m in module.modules() if isinstance(m, Float8Linear))  # all of them are alike
         return lambda part: hp_tensor_to_float8_dynamic(
-            part, linear.config.cast_config_input.target_dtype, linear.linear_mm_config,
+            part,
+            linear.config.cast_config_input.target_dtype,
+            linear.linear_mm_config,
             gemm_input_role=GemmInputRole.INPUT,
-        )  # fmt: skip
+        )
 
 
 class VocabularyEmbedding(RowwiseParallel):

@@ -32,9 +32,11 @@ class FullyShardedDataParallel(Parallelism):
             False, "weights, gradients and optimizer state stay in the memory of the CPU, where the optimizer steps"
         )
         forward_prefetch: int = setting(
-            0, "start gathering the weights of so many layers ahead; 0 = of the next one once this one runs",
-            unit="layers", ge=0,
-        )  # fmt: skip
+            0,
+            "start gathering the weights of so many layers ahead; 0 = of the next one once this one runs",
+            unit="layers",
+            ge=0,
+        )
         backward_prefetch: int = setting(
             1, "the same in the backward pass, for the layers before this one", unit="layers", ge=1
         )
@@ -61,8 +63,7 @@ class FullyShardedDataParallel(Parallelism):
         sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
         # None leaves the dtype alone; naming the one they have would only add copies.
         policy = MixedPrecisionPolicy(
-            param_dtype=facts.param_dtype if facts.param_dtype != facts.dtype else None,
-            reduce_dtype=facts.reduce_dtype,
+            param_dtype=facts.param_dtype if facts.param_dtype != facts.dtype else None, reduce_dtype=facts.reduce_dtype
         )
         reshard = self.config.reshard_after_forward
         columns = _split_by_columns(model, facts.mesh.degrees["dp_shard"])
@@ -71,11 +72,12 @@ class FullyShardedDataParallel(Parallelism):
         if self.config.cpu_offload:
             facts.parameter_device = torch.device("cpu")
         how = {
-            "mesh": sharding, "mp_policy": policy,
+            "mesh": sharding,
+            "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda) if self.config.cpu_offload else OffloadPolicy(),
             "shard_placement_fn": lambda parameter: Shard(1) if parameter in columns else None,
             "ignored_params": placed,
-        }  # fmt: skip
+        }
         for layer in model.layers:
             fully_shard(layer, **how, reshard_after_forward=reshard != "never")
         fully_shard(model, **how, reshard_after_forward=reshard == "always")
@@ -199,7 +201,8 @@ def _split_by_columns(model: nn.Module, degree: int) -> set[nn.Parameter]:
                     "parallelism.data_parallel_shard_degree",
                     f"does not divide the {columns} columns of {name}, whose {len(parameter)} rows are split unevenly "
                     "over tp",
-                    value=degree, allowed=[n for n in range(1, columns + 1) if columns % n == 0],
-                )  # fmt: skip
+                    value=degree,
+                    allowed=[n for n in range(1, columns + 1) if columns % n == 0],
+                )
             found.add(parameter)
     return found

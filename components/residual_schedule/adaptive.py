@@ -17,18 +17,25 @@ class Adaptive(AdaptiveSchedule):
     class Config(Section):
         warmup_steps: int = setting(1000, "a layer's own warmup, once it has begun", unit="optimizer steps", gt=0)
         min_steps: int = setting(
-            1000, "from the beginning of one layer's warmup to the next one's, at least; below warmup_steps a layer is "
-            "judged while its alpha still rises", unit="optimizer steps", gt=0,
-        )  # fmt: skip
+            1000,
+            "from the beginning of one layer's warmup to the next one's, at least; below warmup_steps a layer is "
+            "judged while its alpha still rises",
+            unit="optimizer steps",
+            gt=0,
+        )
         max_steps: int = setting(2000, "the same, at most: then it begins anyway", unit="optimizer steps", gt=0)
         tolerance: float = setting(
-            0.01, "a layer has settled when the running mean of how far it turns the stream changes by no more than "
-            "this share from one measurement to the next", ge=0,
-        )  # fmt: skip
+            0.01,
+            "a layer has settled when the running mean of how far it turns the stream changes by no more than "
+            "this share from one measurement to the next",
+            ge=0,
+        )
         every_steps: int = setting(
-            10, "one measurement every so many steps: it reads each layer's input and output and waits for the device",
-            unit="optimizer steps", gt=0,
-        )  # fmt: skip
+            10,
+            "one measurement every so many steps: it reads each layer's input and output and waits for the device",
+            unit="optimizer steps",
+            gt=0,
+        )
         smoothing: float = setting(0.8, "share of the running mean that a measurement leaves as it was", ge=0, lt=1)
         floor: float = setting(0.0, "alpha of a layer that has not begun", ge=0, lt=1)
 

@@ -22,8 +22,9 @@ class FromTable:
         path: ReadPath = setting(
             help="CSV file with the header step,alpha_1,...,alpha_L and a line for each breakpoint, steps ascending, "
             "alphas from 0 to 1; taken literally",
-            on_resume="free", min_length=1,  # what it holds must stay, wherever it lies
-        )  # fmt: skip
+            on_resume="free",
+            min_length=1,  # what it holds must stay, wherever it lies
+        )
         sha256: str = setting("", "of the file's content; found by itself, and refused where it is given and differs")
 
         @classmethod

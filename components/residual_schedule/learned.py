@@ -25,9 +25,11 @@ class Learned(LearnedSchedule):
             "1/l", "alpha of layer l before training, as a multiple of `start`"
         )
         monotone: float = setting(
-            0.0, "weight of the sum of max(alpha(l+1) - alpha(l), 0)^2, which is added to what the logits descend, but "
-            "not to the loss that is shown", ge=0,
-        )  # fmt: skip
+            0.0,
+            "weight of the sum of max(alpha(l+1) - alpha(l), 0)^2, which is added to what the logits descend, but "
+            "not to the loss that is shown",
+            ge=0,
+        )
 
     def __init__(self, config: Config, *, n_layers: int) -> None:
         super().__init__(n_layers, start=config.start, depth=config.depth, monotone=config.monotone)

@@ -76,9 +76,11 @@ class HFFileTokenizer:
         if config.eot_token not in vocabulary:
             added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
             raise ConfigError(
-                "eot_token", f"is no token of {file}", value=config.eot_token,
+                "eot_token",
+                f"is no token of {file}",
+                value=config.eot_token,
                 nearest=nearest(config.eot_token, added or vocabulary),
-            )  # fmt: skip
+            )
         self.n_vocab = max(vocabulary.values()) + 1
         self.eot_id = vocabulary[config.eot_token]
         self._fingerprint = hashlib.sha256(raw + b"\0" + config.eot_token.encode()).hexdigest()

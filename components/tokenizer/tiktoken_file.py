@@ -79,9 +79,12 @@ class TiktokenFileTokenizer:
         special_tokens = _special_ids(config.special_tokens, ranks)
         if config.eot_token not in special_tokens:
             raise ConfigError(
-                "eot_token", "is not among special_tokens", value=config.eot_token, allowed=list(special_tokens),
+                "eot_token",
+                "is not among special_tokens",
+                value=config.eot_token,
+                allowed=list(special_tokens),
                 nearest=nearest(config.eot_token, special_tokens),
-            )  # fmt: skip
+            )
         pattern = _pattern(config.pattern)
         try:
             self.encoding = tiktoken.Encoding(
@@ -182,7 +185,10 @@ def _special_ids(special_tokens: Sequence[str] | Mapping[str, int], ranks: Mappi
 def _pattern(pattern: str) -> str:
     if pattern not in PATTERNS and re.fullmatch(r"[\w-]*", pattern):
         raise ConfigError(
-            "pattern", "is neither a preset nor a regex", value=pattern, allowed=[*PATTERNS, "a regex"],
+            "pattern",
+            "is neither a preset nor a regex",
+            value=pattern,
+            allowed=[*PATTERNS, "a regex"],
             nearest=nearest(pattern, PATTERNS),
-        )  # fmt: skip
+        )
     return PATTERNS.get(pattern, pattern)

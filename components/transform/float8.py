@@ -99,7 +99,7 @@ class Float8(Transform):
                 "must be true where float8 all-gather meets tensor parallelism: without it the ranks of tp would scale "
                 "their parts of a weight each by its own",
                 value=False,
-            )  # fmt: skip
+            )
         if self.config.emulate is not True:
             self._check_shards(model, degree)
 
@@ -119,9 +119,10 @@ class Float8(Transform):
         if odd:
             parts = ", ".join(f"{name} {size} / {degree}" for name, size in odd.items())
             raise ConfigError(
-                "filter_fqns", f"on a rank of tp the sizes of some linears are no multiples of {MULTIPLE}: {parts}",
+                "filter_fqns",
+                f"on a rank of tp the sizes of some linears are no multiples of {MULTIPLE}: {parts}",
                 allowed="with them kept in filter_fqns, another tensor_parallel_degree, or emulate = true",
-            )  # fmt: skip
+            )
 
     def _choose(self, model: nn.Module) -> None:
         """Decide for each linear, by name and size.
@@ -186,9 +187,11 @@ class Float8(Transform):
         if not self.config.emulate and not available:
             needs = "compute capability {}.{}".format(*FLOAT8_CAPABILITIES[scale_per])
             raise ConfigError(
-                "transforms.float8.emulate", f"{device.type} has no {self.config.recipe_name} float8 matmul ({needs})",
-                value=False, allowed="auto, true",
-            )  # fmt: skip
+                "transforms.float8.emulate",
+                f"{device.type} has no {self.config.recipe_name} float8 matmul ({needs})",
+                value=False,
+                allowed="auto, true",
+            )
         return self.config.emulate
 
     def verify(self, model: nn.Module, facts: Facts) -> None:

@@ -59,13 +59,16 @@ class ProResTransform(Transform):
         # A user's own schedule shows its faults here rather than at its first step.
         values = self.schedule.alpha(0)
         if values.shape != (len(model.layers),):
-            raise ValueError(f"{self.config.residual_schedule.name}.alpha(0) has shape {values.shape}, "
-                             f"not [{len(model.layers)}]")  # fmt: skip
+            raise ValueError(
+                f"{self.config.residual_schedule.name}.alpha(0) has shape {values.shape}, not [{len(model.layers)}]"
+            )
         if isinstance(self.schedule, LearnedSchedule) and self.config.first_step:
             raise ConfigError(
-                "start", "alpha of this schedule comes from its logits, and not from a step", value=self.config.start,
+                "start",
+                "alpha of this schedule comes from its logits, and not from a step",
+                value=self.config.start,
                 allowed="fresh",
-            )  # fmt: skip
+            )
         if self.config.start == "warm":
             self.schedule.alpha(WARM)
 

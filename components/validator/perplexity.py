@@ -25,9 +25,11 @@ class Perplexity:
 
     class Config(ValidatorSection):
         max_tokens: int = setting(
-            1_000_000, "number of tokens to score, in windows evenly spread over the held-out text; 0 scores all",
-            unit="tokens", ge=0,
-        )  # fmt: skip
+            1_000_000,
+            "number of tokens to score, in windows evenly spread over the held-out text; 0 scores all",
+            unit="tokens",
+            ge=0,
+        )
         batch_size: int = setting(0, "sequences a rank takes at once; 0 = training.local_batch_size", ge=0)
 
     def __init__(self, config: Config) -> None:
@@ -36,9 +38,14 @@ class Perplexity:
 
     @torch.no_grad()
     def validate(
-        self, model: nn.Module, loss: Loss, data: TokenWindows, mesh: Mesh, batch_size: int,
+        self,
+        model: nn.Module,
+        loss: Loss,
+        data: TokenWindows,
+        mesh: Mesh,
+        batch_size: int,
         stopping: Callable[[], bool],
-    ) -> dict[str, float] | None:  # fmt: skip
+    ) -> dict[str, float] | None:
         """Loss in nats a token, perplexity, and the number of tokens scored; None where the run is to end.
 
         alpha of ProRes stays where training has it.
@@ -50,9 +57,11 @@ class Perplexity:
         if not self._told:
             self._told = True
             logger.info(
-                "validation scores %s of the %s windows of held-out text%s", f"{n_windows:,}", f"{len(data):,}",
+                "validation scores %s of the %s windows of held-out text%s",
+                f"{n_windows:,}",
+                f"{len(data):,}",
                 ", evenly spread" if n_windows < len(data) else "",
-            )  # fmt: skip
+            )
         # float64: a long sum of fp32 losses would depend on how it is split over ranks.
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         training = model.training
@@ -72,8 +81,4 @@ class Perplexity:
         model.train(training)
         summed, count = mesh.sum_over_data(total).tolist()
         mean = summed / count
-        return {
-            "validation_loss": mean,
-            "validation_perplexity": perplexity(mean),
-            "validation_tokens": int(count),
-        }
+        return {"validation_loss": mean, "validation_perplexity": perplexity(mean), "validation_tokens": int(count)}

@@ -68,16 +68,23 @@ AXES: dict[str, dict[str, list[str]]] = {
 }
 STEPS = (1, 2, 3)  # the learning rate of step 1 is 0: only step 3 has other weights
 RECIPE = [
-    *CORPUS, f"--training.steps={len(STEPS)}", f"--lr_scheduler.warmup_steps={len(STEPS)}",
-    f"--metrics.capture.steps={list(STEPS)}", "--validation.enabled=false", "--metrics.console.enabled=false",
+    *CORPUS,
+    f"--training.steps={len(STEPS)}",
+    f"--lr_scheduler.warmup_steps={len(STEPS)}",
+    f"--metrics.capture.steps={list(STEPS)}",
+    "--validation.enabled=false",
+    "--metrics.console.enabled=false",
     # float8 multiplies in blocks of 16: every size of a linear divides by that on each of two ranks, but for the 257
     # ids of the vocabulary. A microbatch is the same sequences on every mesh, for the scale of its activations.
-    "--model.n_layers=2", "--model.ffn_dim=192", "--training.seq_len=32", "--training.local_batch_size=2",
+    "--model.n_layers=2",
+    "--model.ffn_dim=192",
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
     "--training.global_batch_size=8",
     "--transforms.prores.residual_schedule.T=1",
     # Plain normals: the largest value of a weight differs from shard to shard, so an unreduced amax shows.
     "--model.init=normal",
-]  # fmt: skip
+]
 
 GRADIENT_TOLERANCES = {"eager": 1e-5, "compiled": 1e-4}  # relative; compiled code rounds otherwise
 LOSS_TOLERANCE = 1e-5
@@ -132,11 +139,17 @@ _SAMPLE = {
     "hsdp": ["none/compiled/tensorwise/sandwich", "full/eager/off/post", "selective/eager/rowwise/pre"],
     "tp2": ["none/eager/tensorwise/pre", "full/eager/rowwise/sandwich", "selective/compiled/off/post"],
     "fsdp2xtp2": [
-        "none/eager/off/pre", "none/eager/tensorwise/post", "none/eager/rowwise/sandwich",
-        "full/eager/off/sandwich", "full/eager/tensorwise/pre", "full/eager/rowwise/post",
-        "selective/compiled/off/post", "selective/eager/tensorwise/sandwich", "selective/eager/rowwise/pre",
+        "none/eager/off/pre",
+        "none/eager/tensorwise/post",
+        "none/eager/rowwise/sandwich",
+        "full/eager/off/sandwich",
+        "full/eager/tensorwise/pre",
+        "full/eager/rowwise/post",
+        "selective/compiled/off/post",
+        "selective/eager/tensorwise/sandwich",
+        "selective/eager/rowwise/pre",
     ],
-}  # fmt: skip
+}
 SAMPLE = [Cell(mesh, *name.split("/")) for mesh, names in _SAMPLE.items() for name in names]
 ALL = {cell.name: cell for cell in [*CELLS, *CONTROLS]}
 
@@ -238,9 +251,11 @@ def judge(cell: Cell, run: Mapping[str, Any], reference: Mapping[str, Any]) -> d
     loss_errors = [abs(a - b) for a, b in zip(run["losses"], reference["losses"], strict=True)]
     loss_errors = [math.inf if math.isnan(each) else each for each in loss_errors]  # max passes over a nan
     found = {
-        "gradient_error": error, "gradient_tolerance": tolerances[step],
-        "loss_error": max(loss_errors), "loss_tolerance": loss_tolerance,
-    }  # fmt: skip
+        "gradient_error": error,
+        "gradient_tolerance": tolerances[step],
+        "loss_error": max(loss_errors),
+        "loss_tolerance": loss_tolerance,
+    }
     faults = []
     if not error <= tolerances[step]:
         what = "gradient, zero on one side only," if math.isinf(error) else "gradient"
@@ -310,9 +325,12 @@ def run_cells(rank: int, world_size: int, cells: Sequence[Cell], folder: str, jo
             torch._dynamo.reset()
             with FAULTS[cell.fault]():
                 run = train(
-                    rank, world_size, cell.overrides, f"{folder}/{cell.mesh}/{cell.name.replace('/', '-')}",
+                    rank,
+                    world_size,
+                    cell.overrides,
+                    f"{folder}/{cell.mesh}/{cell.name.replace('/', '-')}",
                     lambda trainer: trainer.mesh.set_timeout(COLLECTIVE_SECONDS),
-                )  # fmt: skip
+                )
             if rank == 0:
                 line = result(cell, **judge(cell, run, references[cell.reference]))
                 append(Path(journal), line)
@@ -499,30 +517,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--mesh", action="append", choices=WORLD_SIZES, help="cells of this mesh only; can be repeated")
     parser.add_argument(
-        "--only", metavar="PATTERN", default="*",
+        "--only",
+        metavar="PATTERN",
+        default="*",
         help="cells whose name matches, such as 'fsdp2xtp2/*/compiled/tensorwise/*'; a name is "
         "mesh/checkpoint/compile/float8/norm, and /fault for a control",
-    )  # fmt: skip
+    )
     parser.add_argument("--force", action="store_true", help="run them again where there is a result")
     parser.add_argument("--table", action="store_true", help="run nothing, write the table of the results there are")
     parser.add_argument(
-        "--folder", type=Path, default=REPOSITORY / "outputs" / "support_matrix",
+        "--folder",
+        type=Path,
+        default=REPOSITORY / "outputs" / "support_matrix",
         help="for logs, token cache and compiled code (default: outputs/support_matrix)",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     chosen = [
-        cell for cell in ALL.values()
+        cell
+        for cell in ALL.values()
         if fnmatch.fnmatchcase(cell.name, options.only) and cell.mesh in (options.mesh or WORLD_SIZES)
-    ]  # fmt: skip
+    ]
     if not chosen:
         parser.error(f"--only {options.only}: matches no cell, such as {CELLS[0].name}")
     if not options.table:
         known = read(RESULTS)
         fresh = result(CELLS[0])
         cells = [
-            cell for cell in chosen
+            cell
+            for cell in chosen
             if options.force or any(known.get(cell.name, {}).get(key) != fresh[key] for key in ("torch", "torchao"))
-        ]  # fmt: skip
+        ]
         print(f"{len(cells)} of {len(chosen)} cells to run; logs in {options.folder / 'log'}", flush=True)
         run_all(cells, options.folder.resolve(), RESULTS)
     results = read(RESULTS)

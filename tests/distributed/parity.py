@@ -73,14 +73,21 @@ def debug_recipe(world_size: int, overrides: Sequence[str], run: str) -> Recipe:
     tree = config.load(
         REPOSITORY / "train_configs/debug.toml",
         [
-            f"--job.dump_folder={run}", f"--dataset.cache_folder={run}/../../cache", "--checkpoint.enabled=false",
+            f"--job.dump_folder={run}",
+            f"--dataset.cache_folder={run}/../../cache",
+            "--checkpoint.enabled=false",
             "--metrics.capture.name=tests.distributed.parity:CaptureGradients",
-            f"--training.steps={STEPS}", f"--lr_scheduler.warmup_steps={STEPS}", "--lr_scheduler.decay_ratio=0",
+            f"--training.steps={STEPS}",
+            f"--lr_scheduler.warmup_steps={STEPS}",
+            "--lr_scheduler.decay_ratio=0",
             # Odd enough that the last batch of windows is not full on every rank count.
-            f"--validation.freq={STEPS}", "--validation.max_tokens=1344", "--training.local_batch_size=4", *overrides,
+            f"--validation.freq={STEPS}",
+            "--validation.max_tokens=1344",
+            "--training.local_batch_size=4",
+            *overrides,
         ],
         registry.builtin_folder() / "defaults.toml",
-    )  # fmt: skip
+    )
     return resolve(tree, world_size)
 
 
@@ -115,7 +122,8 @@ def train(
     found = rows(Path(run))
     return {
         "trained": {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad},
-        "weights": weights, "gradients": CaptureGradients.captured,
+        "weights": weights,
+        "gradients": CaptureGradients.captured,
         "losses": [row["loss"] for row in found if "loss" in row],
         "alphas": [row["alpha"] for row in found if "alpha" in row],
         "adaptive_changes": [row["adaptive_change"] for row in found if "adaptive_change" in row],
@@ -123,7 +131,7 @@ def train(
         "layer_grad_norms": [row["layer_grad_norm"] for row in found if "layer_grad_norm" in row],
         "validation": [row["validation_loss"] for row in found if "validation_loss" in row],
         "scored": [row["validation_tokens"] for row in found if "validation_loss" in row],
-    }  # fmt: skip
+    }
 
 
 def train_all(

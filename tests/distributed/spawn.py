@@ -103,9 +103,14 @@ def _problem(rank: int, process: multiprocessing.process.BaseProcess, folder: Pa
 
 
 def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, timeout: float,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple,
+    folder: Path,
+    timeout: float,
     environment: dict[str, str],
-) -> None:  # fmt: skip
+) -> None:
     settle({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     stack = (folder / f"stack_{rank}").open("w")
     faulthandler.dump_traceback_later(max(timeout - 5, timeout / 2), file=stack)

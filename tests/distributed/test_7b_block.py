@@ -26,9 +26,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 5
 PLAIN = [
-    "--parallelism.tensor_parallel_degree=1", "--transforms.compile.enabled=false",
+    "--parallelism.tensor_parallel_degree=1",
+    "--transforms.compile.enabled=false",
     "--transforms.activation_checkpoint.enabled=false",
-]  # fmt: skip
+]
 # Relative to a gradient's norm. All is computed in fp32, so that little is left to rounding.
 GRADIENT_TOLERANCE = 1e-5
 # Of losses until the first update shows, and after it: AdamW makes whole steps of gradients that are rounding alone.
@@ -70,18 +71,32 @@ def train(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict
     tree = config.load(
         REPOSITORY / "train_configs/llama_7b.toml",
         [
-            f"--job.dump_folder={run}", f"--dataset.cache_folder={folder}/cache", "--tokenizer.name=bytes",
-            "--dataset.name=text", f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
-            "--dataset.num_workers=0", "--checkpoint.enabled=false", "--validation.enabled=false",
-            "--model.n_layers=1", "--model.vocab_size=257", "--model.init=normal", "--training.seq_len=64",
-            "--training.local_batch_size=1", "--training.global_batch_size=1", f"--training.steps={STEPS}",
-            "--training.mixed_precision_param=float32", "--transforms.float8.enabled=false", "--optimizer.lr=1e-4",
-            "--lr_scheduler.warmup_steps=2", "--lr_scheduler.decay_ratio=0",
+            f"--job.dump_folder={run}",
+            f"--dataset.cache_folder={folder}/cache",
+            "--tokenizer.name=bytes",
+            "--dataset.name=text",
+            f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
+            "--dataset.num_workers=0",
+            "--checkpoint.enabled=false",
+            "--validation.enabled=false",
+            "--model.n_layers=1",
+            "--model.vocab_size=257",
+            "--model.init=normal",
+            "--training.seq_len=64",
+            "--training.local_batch_size=1",
+            "--training.global_batch_size=1",
+            f"--training.steps={STEPS}",
+            "--training.mixed_precision_param=float32",
+            "--transforms.float8.enabled=false",
+            "--optimizer.lr=1e-4",
+            "--lr_scheduler.warmup_steps=2",
+            "--lr_scheduler.decay_ratio=0",
             "--transforms.prores.residual_schedule.T=4",
-            "--metrics.gradients.name=tests.distributed.test_7b_block:Gradients", *overrides,
+            "--metrics.gradients.name=tests.distributed.test_7b_block:Gradients",
+            *overrides,
         ],
         registry.builtin_folder() / "defaults.toml",
-    )  # fmt: skip
+    )
     trainer = Trainer(resolve(tree, world_size), World(rank, rank, world_size))
     trainer.build()
     trainer.train()
@@ -90,10 +105,12 @@ def train(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict
         return {}
     found = rows(Path(run))
     return {
-        "losses": [row["loss"] for row in found], "gradients": Gradients.found,
-        "log": (Path(run) / "train.log").read_text(), "shape": trainer.recipe.slots["model"].config,
+        "losses": [row["loss"] for row in found],
+        "gradients": Gradients.found,
+        "log": (Path(run) / "train.log").read_text(),
+        "shape": trainer.recipe.slots["model"].config,
         "memory_gib": max(row["memory_gib"] for row in found),
-    }  # fmt: skip
+    }
 
 
 def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
@@ -108,8 +125,10 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     apart = [abs(a - b) for a, b in zip(one["losses"], two["losses"], strict=True)]
     assert two["gradients"].keys() == one["gradients"].keys()
     worst = max(distance for _, distance in two["gradients"].values())
-    print(f"losses {two['losses']}, apart by {apart}, gradients {worst:.1e}, "
-          f"{one['memory_gib']:.1f} GiB and {two['memory_gib']:.1f} GiB a rank")  # fmt: skip
+    print(
+        f"losses {two['losses']}, apart by {apart}, gradients {worst:.1e}, "
+        f"{one['memory_gib']:.1f} GiB and {two['memory_gib']:.1f} GiB a rank"
+    )
     for name, (norm, distance) in two["gradients"].items():
         assert norm > 0 and one["gradients"][name][0] > 0, f"zero gradient of {name}"
         assert distance <= GRADIENT_TOLERANCE, f"gradient of {name}"

@@ -29,14 +29,13 @@ LAYOUTS = {
     "hsdp": ["--parallelism.data_parallel_replicate_degree=2"],
     "fsdp2xtp2": ["--parallelism.tensor_parallel_degree=2"],
     "fsdp2-float8": [
-        "--transforms.float8.recipe_name=tensorwise", "--transforms.float8.enable_fsdp_float8_all_gather=true",
+        "--transforms.float8.recipe_name=tensorwise",
+        "--transforms.float8.enable_fsdp_float8_all_gather=true",
         "--transforms.float8.precompute_float8_dynamic_scale_for_fsdp=true",
     ],
-    "fsdp2xtp2-frozen": [
-        "--parallelism.tensor_parallel_degree=2", "--model.name=tests.distributed.frozen:FrozenLlama",
-    ],
+    "fsdp2xtp2-frozen": ["--parallelism.tensor_parallel_degree=2", "--model.name=tests.distributed.frozen:FrozenLlama"],
     "tp4": ["--parallelism.tensor_parallel_degree=4"],
-}  # fmt: skip
+}
 CHECKPOINTS = {
     "none": [],
     "full": ["--transforms.activation_checkpoint.mode=full"],
@@ -50,16 +49,24 @@ def recipe(layout: str, ac: str, folder: str) -> Recipe:
     tree = config.load(
         REPOSITORY / "train_configs/debug.toml",
         [
-            f"--job.dump_folder={folder}/{layout}-{ac}", f"--dataset.cache_folder={folder}/cache",
-            "--dataset.name=text", f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
-            "--checkpoint.enabled=false", "--validation.enabled=false", "--training.steps=1",
-            "--lr_scheduler.warmup_steps=1", "--lr_scheduler.decay_ratio=0", "--training.global_batch_size=-1",
-            "--training.mixed_precision_param=bfloat16", "--model.norm=sandwich",
+            f"--job.dump_folder={folder}/{layout}-{ac}",
+            f"--dataset.cache_folder={folder}/cache",
+            "--dataset.name=text",
+            f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
+            "--checkpoint.enabled=false",
+            "--validation.enabled=false",
+            "--training.steps=1",
+            "--lr_scheduler.warmup_steps=1",
+            "--lr_scheduler.decay_ratio=0",
+            "--training.global_batch_size=-1",
+            "--training.mixed_precision_param=bfloat16",
+            "--model.norm=sandwich",
             "--metrics.gradients.name=tests.distributed.test_check_bytes:GradientBytes",
-            *LAYOUTS[layout], *CHECKPOINTS[ac],
+            *LAYOUTS[layout],
+            *CHECKPOINTS[ac],
         ],
         registry.builtin_folder() / "defaults.toml",
-    )  # fmt: skip
+    )
     return resolve(tree, RANKS)
 
 
@@ -111,10 +118,12 @@ def measure(rank: int, world_size: int, folder: str) -> dict[tuple[str, str], di
         with Gathers() as gathers:
             activations = step_bytes(trainer.model, loss, trainer.transforms, tokens, tokens)
         results[layout, ac] = {
-            "parameters": local_bytes(trainer.model.parameters()), "gradients": GradientBytes.found,
-            "optimizer": local_bytes(state), "activations": activations.kept,
+            "parameters": local_bytes(trainer.model.parameters()),
+            "gradients": GradientBytes.found,
+            "optimizer": local_bytes(state),
+            "activations": activations.kept,
             "largest gather": max(gathers.sizes, default=0),
-        }  # fmt: skip
+        }
     return results
 
 

@@ -21,11 +21,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLOAT8 = "--transforms.float8."
 ALL_GATHER = [f"{FLOAT8}enable_fsdp_float8_all_gather=true", f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp=true"]
 SMALL = [
-    BASELINE, "--model.n_layers=2", "--model.ffn_dim=192", "--training.seq_len=32", "--training.global_batch_size=8",
+    BASELINE,
+    "--model.n_layers=2",
+    "--model.ffn_dim=192",
+    "--training.seq_len=32",
+    "--training.global_batch_size=8",
     # One scale a tensor of activations: every layout has to cut the batch into the same microbatches.
-    "--training.local_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=2",
+    "--training.local_batch_size=2",
+    "--training.steps=3",
+    "--lr_scheduler.warmup_steps=2",
     "--validation.enabled=false",
-]  # fmt: skip
+]
 OFF = {"off": []}
 VARIANTS = {
     "tensorwise": [f"{FLOAT8}recipe_name=tensorwise"],

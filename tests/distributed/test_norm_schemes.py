@@ -16,9 +16,14 @@ from tests.distributed.spawn import run_ranks
 pytestmark = pytest.mark.slow
 
 SHORT = [
-    PRORES, "--training.steps=4", "--lr_scheduler.warmup_steps=4", "--validation.freq=4", "--training.seq_len=32",
-    "--training.global_batch_size=8", "--metrics.layer_grad_norm.every_steps=1",
-]  # fmt: skip
+    PRORES,
+    "--training.steps=4",
+    "--lr_scheduler.warmup_steps=4",
+    "--validation.freq=4",
+    "--training.seq_len=32",
+    "--training.global_batch_size=8",
+    "--metrics.layer_grad_norm.every_steps=1",
+]
 SCHEMES = {norm: [f"--model.norm={norm}"] for norm in NORM_SCHEMES}
 # Those that bring what no other has: a factor as a tensor, a norm on the embedding, two kinds of layers, two factors.
 COMPILED = ["lns", "peri", "mix", "deepscale"]

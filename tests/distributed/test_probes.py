@@ -23,24 +23,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 N_LAYERS, SEQ_LEN, SEQUENCES, STEPS, REFERENCE = 3, 32, 3, 6, 2
 COMMON = [
-    f"--model.n_layers={N_LAYERS}", f"--training.seq_len={SEQ_LEN}", "--training.global_batch_size=4",
+    f"--model.n_layers={N_LAYERS}",
+    f"--training.seq_len={SEQ_LEN}",
+    "--training.global_batch_size=4",
     # The batch of the probes is taken in two parts.
-    "--training.local_batch_size=2", f"--training.steps={STEPS}", "--lr_scheduler.warmup_steps=2",
-    "--transforms.prores.residual_schedule.T=2", "--validation.enabled=false", "--metrics.log_freq=1",
+    "--training.local_batch_size=2",
+    f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=2",
+    "--transforms.prores.residual_schedule.T=2",
+    "--validation.enabled=false",
+    "--metrics.log_freq=1",
     "--metrics.capture.name=tests.distributed.test_probes:CaptureWeights",
-]  # fmt: skip
+]
 PROBES = [
     *(f"--metrics.{name}.every_steps=1" for name in ("activation_norm", "branch_ratio", "residual_cosine")),
     *(f"--metrics.{name}.sequences={SEQUENCES}" for name in ("activation_norm", "branch_ratio", "residual_cosine")),
-    "--metrics.residual_cosine.reference_ratio=0.3", "--metrics.layer_grad_norm.every_steps=1",
-]  # fmt: skip
+    "--metrics.residual_cosine.reference_ratio=0.3",
+    "--metrics.layer_grad_norm.every_steps=1",
+]
 TP = "--parallelism.tensor_parallel_degree=2"
 COMPILE = "--transforms.compile.backend=inductor"
 EVERYTHING = [
-    COMPILE, "--transforms.activation_checkpoint.mode=selective", "--transforms.float8.recipe_name=tensorwise",
-    "--transforms.float8.emulate=true", "--transforms.float8.enable_fsdp_float8_all_gather=true",
+    COMPILE,
+    "--transforms.activation_checkpoint.mode=selective",
+    "--transforms.float8.recipe_name=tensorwise",
+    "--transforms.float8.emulate=true",
+    "--transforms.float8.enable_fsdp_float8_all_gather=true",
     "--transforms.float8.precompute_float8_dynamic_scale_for_fsdp=true",
-]  # fmt: skip
+]
 VARIANTS = {
     "fsdp2": ([], "pre"),
     "tp2": ([TP], "sandwich"),
@@ -75,10 +85,11 @@ def train(rank: int, world_size: int, overrides: list[str], run: str) -> dict[st
     n_windows = (len(held_out) - 1) // SEQ_LEN
     starts = [number * n_windows // SEQUENCES * SEQ_LEN for number in range(SEQUENCES)]
     return {
-        "weights": CaptureWeights.captured, "end": {n: full(p) for n, p in trainer.model.named_parameters()},
+        "weights": CaptureWeights.captured,
+        "end": {n: full(p) for n, p in trainer.model.named_parameters()},
         "tokens": torch.tensor([held_out.read(start, SEQ_LEN).tolist() for start in starts]),
         "rows": rows(Path(run)) if rank == 0 else [],
-    }  # fmt: skip
+    }
 
 
 def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:

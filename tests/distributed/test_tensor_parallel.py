@@ -28,10 +28,14 @@ LAYOUTS = {
     "hsdp2x1xtp2": (4, [TP, "--parallelism.data_parallel_replicate_degree=2"]),
 }
 SMALL = [
-    "--model.n_layers=2", "--training.seq_len=32", "--training.global_batch_size=8",
-    "--metrics.layer_grad_norm.every_steps=1", "--training.steps=10", "--lr_scheduler.warmup_steps=10",
+    "--model.n_layers=2",
+    "--training.seq_len=32",
+    "--training.global_batch_size=8",
+    "--metrics.layer_grad_norm.every_steps=1",
+    "--training.steps=10",
+    "--lr_scheduler.warmup_steps=10",
     "--validation.freq=10",
-]  # fmt: skip
+]
 VARIANTS = {
     "pre": [BASELINE, "--model.norm=pre"],
     "pre-prores": [PRORES, "--model.norm=pre", "--model.n_kv_heads=2"],
@@ -57,10 +61,14 @@ def train_variants(
     NORM_SCHEMES["scaled"] = NormScheme(
         "all at once",
         lambda layer, n_layers: Placement(
-            in_norm=True, res_norm=layer == 1, out_norm=layer == 2, skip_scale=1.5, branch_scale=0.5,
+            in_norm=True,
+            res_norm=layer == 1,
+            out_norm=layer == 2,
+            skip_scale=1.5,
+            branch_scale=0.5,
             in_norm_scale=layer**-0.5,
         ),
-    )  # fmt: skip
+    )
     results = train_all(rank, world_size, [*overrides, *SMALL], folder, variants)
     if world_size == 2:  # gradients of norms are then summed by no FSDP2
         without = [*overrides, *SMALL, *VARIANTS["sandwich"], "--parallelism.fsdp.enabled=false"]

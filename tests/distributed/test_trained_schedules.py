@@ -22,11 +22,16 @@ VARIANTS = {
     "learned": [f"{SCHEDULE}.name=learned", f"{SCHEDULE}.start=0.3", f"{SCHEDULE}.lr=0.2", f"{SCHEDULE}.monotone=0.5"],
     # Post-LN, whose outputs have one size all the time.
     "adaptive": [
-        "--model.norm=post", f"{SCHEDULE}.name=adaptive",
-        f"{SCHEDULE}.warmup_steps=3", f"{SCHEDULE}.min_steps=3", f"{SCHEDULE}.max_steps=6",
-        f"{SCHEDULE}.every_steps=1", f"{SCHEDULE}.smoothing=0.2", f"{SCHEDULE}.tolerance={TOLERANCE}",
+        "--model.norm=post",
+        f"{SCHEDULE}.name=adaptive",
+        f"{SCHEDULE}.warmup_steps=3",
+        f"{SCHEDULE}.min_steps=3",
+        f"{SCHEDULE}.max_steps=6",
+        f"{SCHEDULE}.every_steps=1",
+        f"{SCHEDULE}.smoothing=0.2",
+        f"{SCHEDULE}.tolerance={TOLERANCE}",
     ],
-}  # fmt: skip
+}
 AT_ONCE = "--training.local_batch_size=16"  # the batch of a data rank as one microbatch
 LAYOUTS = {
     "fsdp2": ["--parallelism.data_parallel_shard_degree=2"],

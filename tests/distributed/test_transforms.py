@@ -25,10 +25,15 @@ COMPILES = {"eager": [], "compiled": ["--transforms.compile.enabled=true"]}
 CELLS = [f"{ac}-{mode}" for mode in COMPILES for ac in CHECKPOINTS if (ac, mode) != ("memory_budget", "eager")]
 CONTROL = "alpha-moved"
 RECIPE = [
-    *CORPUS, "--model.norm=sandwich", "--validation.enabled=false", "--training.max_norm=0",
-    "--training.global_batch_size=8", f"--training.steps={STEPS}", "--lr_scheduler.warmup_steps=1",
+    *CORPUS,
+    "--model.norm=sandwich",
+    "--validation.enabled=false",
+    "--training.max_norm=0",
+    "--training.global_batch_size=8",
+    f"--training.steps={STEPS}",
+    "--lr_scheduler.warmup_steps=1",
     f"--metrics.capture.steps=[{STEPS}]",
-]  # fmt: skip
+]
 
 
 def move_alpha_after_forward(trainer: Trainer) -> None:

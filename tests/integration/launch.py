@@ -60,9 +60,13 @@ def command(
 
 
 def start(
-    *arguments: str, ranks: int = 1, cwd: Path | None = None, torchrun_options: Sequence[str] = (),
-    wrapper: Sequence[str] = (), own_launcher: bool = False,
-) -> subprocess.Popen:  # fmt: skip
+    *arguments: str,
+    ranks: int = 1,
+    cwd: Path | None = None,
+    torchrun_options: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
+    own_launcher: bool = False,
+) -> subprocess.Popen:
     """Start a launch whose processes can all be told by a mark in their environment; `finish` ends it.
 
     Args:
@@ -77,8 +81,12 @@ def start(
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
     process = subprocess.Popen(
         [*wrapper, *command(*arguments, ranks=ranks, torchrun_options=torchrun_options, own_launcher=own_launcher)],
-        cwd=cwd or REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=cwd or REPOSITORY,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     process.mark = environment[MARK]
     return process
 
@@ -215,7 +223,13 @@ def losses(folder: Path) -> dict[int, float]:
 def debug(folder: Path, *overrides: str) -> list[str]:
     """Arguments for the debug recipe on the fixed corpus, with nothing outside `folder`."""
     return [
-        "--config", str(REPOSITORY / "train_configs" / "debug.toml"), f"--job.dump_folder={folder}",
-        "--dataset.name=text", f"--dataset.files=[{str(CORPUS)!r}]", "--dataset.txt_document=paragraph",
-        "--dataset.validation_fraction=0.1", f"--dataset.cache_folder={folder.parent / 'cache'}", *overrides,
-    ]  # fmt: skip
+        "--config",
+        str(REPOSITORY / "train_configs" / "debug.toml"),
+        f"--job.dump_folder={folder}",
+        "--dataset.name=text",
+        f"--dataset.files=[{str(CORPUS)!r}]",
+        "--dataset.txt_document=paragraph",
+        "--dataset.validation_fraction=0.1",
+        f"--dataset.cache_folder={folder.parent / 'cache'}",
+        *overrides,
+    ]

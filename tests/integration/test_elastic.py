@@ -40,9 +40,10 @@ def test_resumes_on_two_ranks_of_hsdp_in_the_middle_of_the_third_epoch_or_later(
     other = ["--training.local_batch_size=2", "--dataset.num_workers=1", "--checkpoint.resume=must"]
     again = fork(*debug(moved, *text, *hsdp, *other), ranks=2)
     for change in (
-        "training.local_batch_size: 4 -> 2", "dataset.num_workers: 0 -> 1",
+        "training.local_batch_size: 4 -> 2",
+        "dataset.num_workers: 0 -> 1",
         "parallelism.data_parallel_replicate_degree: 1 -> 2",
-    ):  # fmt: skip
+    ):
         assert f"changed since the checkpoint: {change}" in again.text
 
     expected = {step: loss for step, loss in losses(control).items() if step > STOPPED}

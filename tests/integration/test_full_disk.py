@@ -39,9 +39,13 @@ class Disk:
 
     def start(self, *arguments: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [*self.enter, *command(*arguments)], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [*self.enter, *command(*arguments)],
+            cwd=REPOSITORY,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     def fill(self) -> None:
         with (self.outside / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
@@ -55,8 +59,11 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     inside.mkdir()
     holder = subprocess.Popen(
         ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size={SIZE} tmpfs '{inside}' && echo mounted && read line"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         if holder.stdout.readline() != "mounted\n":
             pytest.skip(f"a file system of one's own is not permitted here: {holder.communicate()[1].strip()}")
@@ -85,9 +92,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def on(disk: Disk, cache: Path, *overrides: str) -> list[str]:
-    return debug(
-        disk.inside / "run", STEPS, f"--dataset.cache_folder={cache}", "--checkpoint.interval=5", *overrides
-    )  # fmt: skip
+    return debug(disk.inside / "run", STEPS, f"--dataset.cache_folder={cache}", "--checkpoint.interval=5", *overrides)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])

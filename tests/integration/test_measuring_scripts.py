@@ -39,9 +39,20 @@ def test_benchmark(tmp_path: Path) -> None:
     )
     chosen = [word for part in parts for word in ("--only", part)]
     finished = run(
-        "benchmark.py", "--size", "debug", "--pairs", "12", "--threads", "1", "--json", str(tmp_path / "out.json"),
-        "--training.seq_len=32", f"--dataset.cache_folder={tmp_path}/tokens", *chosen, timeout=500,
-    )  # fmt: skip
+        "benchmark.py",
+        "--size",
+        "debug",
+        "--pairs",
+        "12",
+        "--threads",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+        "--training.seq_len=32",
+        f"--dataset.cache_folder={tmp_path}/tokens",
+        *chosen,
+        timeout=500,
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert max(map(len, finished.stdout.splitlines())) <= 100
     found = json.loads((tmp_path / "out.json").read_text())
@@ -75,10 +86,14 @@ def test_gpu_check_runs_every_part_on_a_cpu(trial: dict[str, Any]) -> None:
     status = {line["what"]: line["status"] for line in trial["lines"]}
     assert "failed" not in status.values()
     parity = [
-        "activation checkpointing full = none", "activation checkpointing selective = none",
-        "ProRes at alpha 1 = without ProRes", "FSDP2 on one rank = without", "compiled = eager",
-        "FSDP2 on 2 ranks = one process", "TP on 2 ranks = one process",
-    ]  # fmt: skip
+        "activation checkpointing full = none",
+        "activation checkpointing selective = none",
+        "ProRes at alpha 1 = without ProRes",
+        "FSDP2 on one rank = without",
+        "compiled = eager",
+        "FSDP2 on 2 ranks = one process",
+        "TP on 2 ranks = one process",
+    ]
     assert [what for what in parity if status.get(what) != "ok"] == []
     assert status["7B"] == "skipped" and status["largest that fits: debug, ProRes, compiled, full AC, bf16"] == "ok"
     assert status["debug, ProRes on / off, compiled: time"] == "ok"
@@ -98,9 +113,17 @@ def test_gpu_check_needs_no_torchao_and_no_torchdata(tmp_path: Path) -> None:
     )
     file = tmp_path / "out.json"
     command = [
-        sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--device", "cpu", "--json", str(file),
-        "--only", "speed-small", "--only", "float8-training",
-    ]  # fmt: skip
+        sys.executable,
+        str(REPOSITORY / "scripts" / "gpu_check.py"),
+        "--device",
+        "cpu",
+        "--json",
+        str(file),
+        "--only",
+        "speed-small",
+        "--only",
+        "float8-training",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -89,9 +89,13 @@ def test_going_back_and_passing_over_is_skipping(folder: Path, skipped: Path) ->
 def test_two_ranks_go_back_and_one_goes_on(folder: Path, skipped: Path) -> None:
     bad = sorted(set(range(1, 21)) - finite(skipped).keys())
     went_back, _ = run(
-        folder, "two", "--training.on_nonfinite=rewind", "--checkpoint.interval=1", f"--training.stop_after={bad[0]}",
+        folder,
+        "two",
+        "--training.on_nonfinite=rewind",
+        "--checkpoint.interval=1",
+        f"--training.stop_after={bad[0]}",
         ranks=2,
-    )  # fmt: skip
+    )
     assert rows(went_back)[-1]["step"] == bad[0]
     again, text = run(folder, "two", "--training.on_nonfinite=rewind", "--training.max_nonfinite_rewinds=1")
     assert f"resuming at step {bad[0]}" in text
@@ -115,9 +119,14 @@ def test_batches_before_the_bad_one_are_passed_over_where_that_is_asked(folder: 
 
 def test_a_run_that_cannot_be_saved_ends(folder: Path) -> None:
     _, text = run(
-        folder, "endless", "--training.on_nonfinite=rewind", "--training.max_nonfinite_rewinds=2",
-        "--loss.modulus=1000000007", "--loss.fails_from=30", status=1,
-    )  # fmt: skip
+        folder,
+        "endless",
+        "--training.on_nonfinite=rewind",
+        "--training.max_nonfinite_rewinds=2",
+        "--loss.modulus=1000000007",
+        "--loss.fails_from=30",
+        status=1,
+    )
     assert "after going back to step 5 2 times" in text
     _, text = run(
         folder, "early", "--training.on_nonfinite=rewind", "--loss.modulus=1000000007", "--loss.fails_from=3", status=1
@@ -166,9 +175,14 @@ def test_a_signal_in_a_step_that_goes_back_is_answered_there(folder: Path, skipp
     bad = min(set(range(1, 21)) - finite(skipped).keys())
     (folder / "signal.py").write_text(SIGNAL_IN_STEP)
     stopped, _ = run(
-        folder, "signalled", f"--import={folder / 'signal.py'}", "--training.on_nonfinite=rewind",
-        f"--metrics.signal_in_step.step={bad}", ranks=2, status=75,
-    )  # fmt: skip
+        folder,
+        "signalled",
+        f"--import={folder / 'signal.py'}",
+        "--training.on_nonfinite=rewind",
+        f"--metrics.signal_in_step.step={bad}",
+        ranks=2,
+        status=75,
+    )
     assert [row["step"] for row in rows(stopped) if "loss" in row] == [1, 2, 3, 4, 5]
     status = json.loads((stopped / "status.json").read_text())
     assert (status["state"], status["step"], status["signal"]) == ("stopped", 5, "SIGTERM")

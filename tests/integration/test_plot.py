@@ -44,12 +44,20 @@ def test_command_line(tmp_path: Path) -> None:
 def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     fork(
-        *debug(run), "--training.steps=8", "--training.local_batch_size=2", "--checkpoint.interval=1",
-        "--parallelism.tensor_parallel_degree=2", "--metrics.activation_norm.every_steps=2",
-        "--metrics.residual_cosine.every_steps=1", "--metrics.residual_cosine.reference_ratio=0.3",
-        "--metrics.residual_cosine.sequences=4", "--metrics.branch_ratio.every_steps=2",
-        "--metrics.spike_score.window=2", "--metrics.spike_score.every_steps=4", ranks=2,
-    )  # fmt: skip
+        *debug(run),
+        "--training.steps=8",
+        "--training.local_batch_size=2",
+        "--checkpoint.interval=1",
+        "--parallelism.tensor_parallel_degree=2",
+        "--metrics.activation_norm.every_steps=2",
+        "--metrics.residual_cosine.every_steps=1",
+        "--metrics.residual_cosine.reference_ratio=0.3",
+        "--metrics.residual_cosine.sequences=4",
+        "--metrics.branch_ratio.every_steps=2",
+        "--metrics.spike_score.window=2",
+        "--metrics.spike_score.every_steps=4",
+        ranks=2,
+    )
     row = rows(run)[-2]
     assert row["step"] == 8 and row["residual_cosine_step"] == 3
     assert {"loss_spike_score", "grad_norm_spike_score", "branch_ratio_attention"} <= row.keys()
@@ -61,9 +69,17 @@ def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "out").mkdir()
     out = ["--output", str(tmp_path / "out")]
-    commands = (["loss"], ["gap", str(run)], ["activation"], ["cosine"], ["depth", "--window", "2"], ["alpha"],
-                ["activation", "--key", "branch_ratio_ffn"], ["cosine", "--checkpoints", "2", "8"],
-                ["metric", "--key", "grad_norm", "--key", "alpha", "--x", "hours"])  # fmt: skip
+    commands = (
+        ["loss"],
+        ["gap", str(run)],
+        ["activation"],
+        ["cosine"],
+        ["depth", "--window", "2"],
+        ["alpha"],
+        ["activation", "--key", "branch_ratio_ffn"],
+        ["cosine", "--checkpoints", "2", "8"],
+        ["metric", "--key", "grad_norm", "--key", "alpha", "--x", "hours"],
+    )
     for command in commands:
         finished = plot(command[0], str(run), *command[1:], *out)
         assert finished.returncode == 0, finished.stderr
@@ -80,10 +96,15 @@ def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
 def test_cosine_of_checkpoints_has_the_alpha_of_a_schedule_with_a_state(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fork(
-        *debug(run, *SCHEDULES[name]), "--training.steps=16", "--training.local_batch_size=2",
-        "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", "--metrics.residual_cosine.every_steps=1",
-        "--metrics.residual_cosine.reference_ratio=0.5", "--metrics.residual_cosine.sequences=4",
-    )  # fmt: skip
+        *debug(run, *SCHEDULES[name]),
+        "--training.steps=16",
+        "--training.local_batch_size=2",
+        "--checkpoint.interval=1",
+        "--checkpoint.keep_latest_k=0",
+        "--metrics.residual_cosine.every_steps=1",
+        "--metrics.residual_cosine.reference_ratio=0.5",
+        "--metrics.residual_cosine.sequences=4",
+    )
     row = rows(run)[-2]
     assert (row["step"], row["residual_cosine_step"]) == (16, 8)
     found = checkpoint_cosines(run, 7, 15, sequences=4, device="cpu")

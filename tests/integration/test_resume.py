@@ -159,9 +159,7 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     fork(*debug(run, f"--dataset.files=['{folder / 'moved.txt'}']"))
     changed = refused(f"--dataset.files=['{folder / 'changed.txt'}']")
     assert "not what it was" in changed and f"1 file new, such as {folder / 'changed.txt'}" in changed
-    assert "nothing to resume" in fork(
-        *debug(folder / "empty", "--checkpoint.resume=must"), status=2
-    ).err  # fmt: skip
+    assert "nothing to resume" in fork(*debug(folder / "empty", "--checkpoint.resume=must"), status=2).err
     written_by_the_moved_run = ("recipe", "env", "status.json", "train.log", "events.")
     for path, content in before.items():
         assert path.name.startswith(written_by_the_moved_run) or path.read_bytes() == content, path

@@ -21,9 +21,15 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 def test_debug_run_leaves_what_it_should(tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = launch(
-        *debug(run, "--metrics.tensorboard.enabled=true", "--metrics.layer_grad_norm.every_steps=1",
-               "--profiling.enable_profiling=true", "--training.deterministic=true", "--training.gc_freq=5"),
-    )  # fmt: skip
+        *debug(
+            run,
+            "--metrics.tensorboard.enabled=true",
+            "--metrics.layer_grad_norm.every_steps=1",
+            "--profiling.enable_profiling=true",
+            "--training.deterministic=true",
+            "--training.gc_freq=5",
+        )
+    )
     for name in ("recipe.toml", "env.json", "train.log", "metrics.jsonl", "tensorboard", "checkpoint", "profile_trace"):
         assert (run / name).exists(), name
     for word in ("validation   loss", "tokens/s", f"run folder   {run}", "finished     step 20"):
@@ -55,9 +61,10 @@ def test_precisions(tmp_path: Path) -> None:
     """bf16 compute with fp32 weights stays near fp32; pure bf16 trains."""
     last = {}
     for name, overrides in {
-        "fp32": [], "mixed": ["--training.mixed_precision_param=bfloat16"],
+        "fp32": [],
+        "mixed": ["--training.mixed_precision_param=bfloat16"],
         "pure": ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
-    }.items():  # fmt: skip
+    }.items():
         fork(*debug(tmp_path / name, *overrides, "--checkpoint.interval=10"), ranks=2)
         found = losses(tmp_path / name)
         last[name] = found[20]
@@ -250,9 +257,13 @@ def test_a_failure_on_one_rank_ends_all_with_one_summary(
 @pytest.mark.slow
 def test_the_late_rank_is_named(faulty: list[str], tmp_path: Path) -> None:
     finished = launch(
-        *faulty, "--metrics.trouble.enabled=true", "--metrics.trouble.how=sleep", "--comm.train_timeout_seconds=6",
-        ranks=2, status=None,
-    )  # fmt: skip
+        *faulty,
+        "--metrics.trouble.enabled=true",
+        "--metrics.trouble.how=sleep",
+        "--comm.train_timeout_seconds=6",
+        ranks=2,
+        status=None,
+    )
     assert finished.status not in (0, None)
     assert "late: rank 1 (step 3" in finished.err
 
@@ -380,9 +391,14 @@ def test_nonfinite_loss_stops_or_is_passed_over(faulty: list[str], tmp_path: Pat
     assert all(isinstance(row["loss"], float) for row in steps if row["step"] != 5) and len(steps) == 20
     endless = [a.replace(str(tmp_path / "run"), str(tmp_path / "endless")) for a in faulty]
     failed = fork(
-        *endless, "--loss.name=sometimes_nan", "--training.on_nonfinite=skip", "--training.max_nonfinite_skips=2",
-        "--loss.bad_calls=[9, 11, 13]", ranks=2, status=None,
-    )  # fmt: skip
+        *endless,
+        "--loss.name=sometimes_nan",
+        "--training.on_nonfinite=skip",
+        "--training.max_nonfinite_skips=2",
+        "--loss.bad_calls=[9, 11, 13]",
+        ranks=2,
+        status=None,
+    )
     assert failed.status not in (0, None) and "after 2 batches skipped in a row" in failed.err
 
 
@@ -408,11 +424,20 @@ def test_wrong_recipe_exits_2_before_anything_is_written(tmp_path: Path) -> None
 
 def test_check_prints_what_a_run_would_be_for_any_world_size() -> None:
     finished = fork(
-        "--config", "train_configs/debug.toml", "--check", "--world-size=8", "--training.global_batch_size=32",
+        "--config",
+        "train_configs/debug.toml",
+        "--check",
+        "--world-size=8",
+        "--training.global_batch_size=32",
         "--parallelism.data_parallel_replicate_degree=2",
-    )  # fmt: skip
-    for word in ("dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks", "1. prores: 8 residual adds scaled, linear (T = 2)",
-                 "2. fsdp: HSDP, 2 replicas of 4 shards", "234,176", "32 = 8 data ranks x 4 sequences"):  # fmt: skip
+    )
+    for word in (
+        "dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks",
+        "1. prores: 8 residual adds scaled, linear (T = 2)",
+        "2. fsdp: HSDP, 2 replicas of 4 shards",
+        "234,176",
+        "32 = 8 data ranks x 4 sequences",
+    ):
         assert word in finished.out.replace("2,048", "32"), word
 
 
@@ -470,9 +495,13 @@ def test_faults_that_one_rank_meets_alone_are_told(tmp_path: Path) -> None:
 def test_a_validator_of_ones_own_measures_what_it_likes(tmp_path: Path) -> None:
     (tmp_path / "lonely.py").write_text(LONELY)
     finished = fork(
-        *debug(tmp_path / "run", f"--import={tmp_path / 'lonely.py'}", "--validation.name=accuracy",
-               "--training.stop_after=2"),
-    )  # fmt: skip
+        *debug(
+            tmp_path / "run",
+            f"--import={tmp_path / 'lonely.py'}",
+            "--validation.name=accuracy",
+            "--training.stop_after=2",
+        )
+    )
     assert "validation   accuracy 0.2500" in finished.out
     assert rows(tmp_path / "run")[-1] == {"step": 2, "validation": True, "accuracy": 0.25}
 
@@ -536,10 +565,11 @@ def test_a_term_of_the_training_loss_is_trainings_alone(tmp_path: Path) -> None:
     """In step 1 the learning rate is 0 and all weights are equal: rows may differ in the term and gradients alone."""
     (tmp_path / "parts.py").write_text(Z_LOSS)
     own = {
-        "plain": [], "z": ["--transforms.z_loss.enabled=true"],
+        "plain": [],
+        "z": ["--transforms.z_loss.enabled=true"],
         "compiled": ["--transforms.z_loss.enabled=true", "--transforms.compile.enabled=true"],
         "smoothed": ["--loss.name=smoothed"],
-    }  # fmt: skip
+    }
     found = {}
     for name, ranks in (("plain", 1), ("z", 1), ("compiled", 2), ("smoothed", 1)):
         run = tmp_path / name

@@ -26,10 +26,16 @@ def test_paths_of_a_recipe_are_no_shell_words(tmp_path: Path, monkeypatch: pytes
             assert f"{key} = '{wrong}': " in refused and not list(work.iterdir())
     run = work / "folder" / WORDS
     own = [
-        f"--job.dump_folder=folder/{WORDS}", f"--dataset.cache_folder=cache/{WORDS}", f"--checkpoint.folder={WORDS}",
-        f"--job.description={WORDS}", "--metrics.tensorboard.enabled=true", f"--metrics.tensorboard.folder={WORDS}-tb",
-        "--profiling.enable_profiling=true", "--profiling.profile_freq=3", f"--profiling.save_traces_folder={WORDS}-tr",
-    ]  # fmt: skip
+        f"--job.dump_folder=folder/{WORDS}",
+        f"--dataset.cache_folder=cache/{WORDS}",
+        f"--checkpoint.folder={WORDS}",
+        f"--job.description={WORDS}",
+        "--metrics.tensorboard.enabled=true",
+        f"--metrics.tensorboard.folder={WORDS}-tb",
+        "--profiling.enable_profiling=true",
+        "--profiling.profile_freq=3",
+        f"--profiling.save_traces_folder={WORDS}-tr",
+    ]
     for until in (3, 5):
         fork(*debug(run, *own, f"--training.stop_after={until}", "--checkpoint.interval=3"), cwd=work)
     assert sorted(losses(run)) == [1, 2, 3, 4, 5]

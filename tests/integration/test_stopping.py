@@ -52,10 +52,17 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "slow").touch()
     run = tmp_path / "run"
-    own = debug(run, f"--import={tmp_path / 'parts.py'}", "--transforms.slow_validation.enabled=true",
-                "--training.stop_after=12",
-                "--validation.freq=6", "--validation.batch_size=1", "--checkpoint.interval=4",
-                "--checkpoint.keep_best_k=2", "--checkpoint.keep_latest_k=2")  # fmt: skip
+    own = debug(
+        run,
+        f"--import={tmp_path / 'parts.py'}",
+        "--transforms.slow_validation.enabled=true",
+        "--training.stop_after=12",
+        "--validation.freq=6",
+        "--validation.batch_size=1",
+        "--checkpoint.interval=4",
+        "--checkpoint.keep_best_k=2",
+        "--checkpoint.keep_latest_k=2",
+    )
     process = start(*own, ranks=ranks)
     while not (tmp_path / "validating").exists():
         assert process.poll() is None

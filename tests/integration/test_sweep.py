@@ -22,9 +22,13 @@ NAMES = ("prores=off,seed=0", "prores=on,seed=0")
 
 def start(file: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, str(SWEEP), str(file), *arguments], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+        [sys.executable, str(SWEEP), str(file), *arguments],
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+    )
 
 
 def finish(process: subprocess.Popen, status: int) -> str:

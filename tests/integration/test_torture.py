@@ -72,14 +72,18 @@ def late(self):
 
 
 Trainer.build = late
-""", "began with step"),
+""",
+        "began with step",
+    ),
     "other samples": (
         """
 from titan_prores.data import loader
 
 sample_windows = loader.sample_windows
 loader.sample_windows = lambda seed, positions, n: sample_windows(seed, positions + (positions.min() > 99), n)
-""", "consumed a sample that is not of this step"),
+""",
+        "consumed a sample that is not of this step",
+    ),
     "other weights": (
         """
 from components.checkpoint import _tensors
@@ -93,20 +97,26 @@ def inexact(folder, model, optimizer):
 
 
 _tensors.load = inexact
-""", "undisturbed"),
+""",
+        "undisturbed",
+    ),
     "rows twice": (
         """
 from titan_prores.run_folder import RunFolder
 
 RunFolder.set_aside_metrics = lambda self, step: 0
-""", "belongs"),
+""",
+        "belongs",
+    ),
     "saves too seldom": (
         """
 from titan_prores.saving import Saver
 
 Saver.due = lambda self, step, *, last: step % 12 == 0
-""", "newest whole checkpoint"),
-}  # fmt: skip
+""",
+        "newest whole checkpoint",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SABOTAGE)

@@ -18,10 +18,15 @@ SCHEDULES = {
     "learned": [f"{SCHEDULE}.name=learned", f"{SCHEDULE}.lr=0.05", f"{SCHEDULE}.start=0.3"],
     # Layers wait for one another past step 10, at which runs are stopped.
     "adaptive": [
-        f"{SCHEDULE}.name=adaptive", f"{SCHEDULE}.warmup_steps=3", f"{SCHEDULE}.min_steps=3", f"{SCHEDULE}.max_steps=8",
-        f"{SCHEDULE}.every_steps=1", f"{SCHEDULE}.smoothing=0.2", f"{SCHEDULE}.tolerance=0.3",
+        f"{SCHEDULE}.name=adaptive",
+        f"{SCHEDULE}.warmup_steps=3",
+        f"{SCHEDULE}.min_steps=3",
+        f"{SCHEDULE}.max_steps=8",
+        f"{SCHEDULE}.every_steps=1",
+        f"{SCHEDULE}.smoothing=0.2",
+        f"{SCHEDULE}.tolerance=0.3",
     ],
-}  # fmt: skip
+}
 SHOWN = ("step", "loss", "grad_norm", "alpha", "adaptive_layers", "adaptive_change")
 
 

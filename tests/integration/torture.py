@@ -57,10 +57,15 @@ MAX_RESTARTS = 2
 REAL_START_SECONDS = 5
 CORPUS_BYTES = 12_000  # so little text that a chain sees it more than once
 SETTINGS = [
-    f"--training.steps={STEPS}", "--training.seq_len=32", "--training.global_batch_size=8",
-    f"--checkpoint.interval={INTERVAL}", "--checkpoint.keep_latest_k=4", "--validation.freq=5",
-    "--validation.max_tokens=512", "--metrics.tensorboard.enabled=false",
-]  # fmt: skip
+    f"--training.steps={STEPS}",
+    "--training.seq_len=32",
+    "--training.global_batch_size=8",
+    f"--checkpoint.interval={INTERVAL}",
+    "--checkpoint.keep_latest_k=4",
+    "--validation.freq=5",
+    "--validation.max_tokens=512",
+    "--metrics.tensorboard.enabled=false",
+]
 _BEGINNING = re.compile(r"^\d\d:\d\d:\d\d (?:resuming|starting) at step (\d+)\b.*", re.M)
 COMPARED = ("loss", "grad_norm", "lr", "tokens")
 
@@ -294,9 +299,13 @@ class Real:
     """
 
     def __init__(
-        self, arguments: Sequence[str], ranks: int, folder: Path, options: Sequence[str] = (),
+        self,
+        arguments: Sequence[str],
+        ranks: int,
+        folder: Path,
+        options: Sequence[str] = (),
         wrapper: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.began, self.n_ranks, self.folder = time.monotonic(), ranks, folder
         self.process = start(*arguments, ranks=ranks, torchrun_options=options, wrapper=wrapper)
 
@@ -523,9 +532,12 @@ class Campaign:
             step: [sample for part in parts.values() for sample in part] for step, parts in read_samples(folder).items()
         }
         return Expected(
-            layout, first, {row["step"]: row for row in rows if "loss" in row},
-            {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}, samples,
-        )  # fmt: skip
+            layout,
+            first,
+            {row["step"]: row for row in rows if "loss" in row},
+            {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row},
+            samples,
+        )
 
     def from_the_start(self, layout: Layout) -> Expected:
         if layout.name not in self.references:
@@ -590,9 +602,10 @@ class Chain:
                     record.state, record.problem = "lost", str(problem)
             if not any(record.state == "lost" for record in self.records):
                 self.records.append(
-                    Record(-1, "none", self.planned.number, self.launches, self.layout.name, "", "", "lost",
-                           str(problem))
-                )  # fmt: skip
+                    Record(
+                        -1, "none", self.planned.number, self.launches, self.layout.name, "", "", "lost", str(problem)
+                    )
+                )
             return
         self._settle()
 
@@ -631,16 +644,26 @@ class Chain:
 
     def arguments(self, each: Round, end: int) -> list[str]:
         return self.campaign.arguments(
-            self.folder, self.layout, f"--training.stop_after={end}", f"--checkpoint.async_mode={each.mode}",
-            f"--dataset.num_workers={each.workers}", *self.own,
-        )  # fmt: skip
+            self.folder,
+            self.layout,
+            f"--training.stop_after={end}",
+            f"--checkpoint.async_mode={each.mode}",
+            f"--dataset.num_workers={each.workers}",
+            *self.own,
+        )
 
     def launch(
-        self, each: Round, end: int, harm: dict[str, Any] | None = None, *,
-        outside: Callable[[Any], None] = lambda running: None, more: Sequence[str] = (),
-        starter: Callable[..., Any] = Forked, not_finite: int | None = None,
+        self,
+        each: Round,
+        end: int,
+        harm: dict[str, Any] | None = None,
+        *,
+        outside: Callable[[Any], None] = lambda running: None,
+        more: Sequence[str] = (),
+        starter: Callable[..., Any] = Forked,
+        not_finite: int | None = None,
         afterwards: Callable[[Ended], None] = lambda ended: None,
-    ) -> tuple[Ended, Path]:  # fmt: skip
+    ) -> tuple[Ended, Path]:
         """Start, let `outside` do something to it, wait for its end and check all that it left.
 
         Raises:
@@ -960,9 +983,15 @@ def _fired(folder: Path, record: Record, harm: Mapping[str, Any]) -> bool:
 
 
 def _harmed(
-    chain: Chain, record: Record, each: Round, end: int, harm: dict[str, Any], allowed: Callable[[int], bool],
-    what: str, **options: Any,
-) -> Ended:  # fmt: skip
+    chain: Chain,
+    record: Record,
+    each: Round,
+    end: int,
+    harm: dict[str, Any],
+    allowed: Callable[[int], bool],
+    what: str,
+    **options: Any,
+) -> Ended:
     """A launch that comes to harm inside; `allowed` are exit statuses then."""
     ended, folder = chain.launch(each, end, harm, **options)
     _ended(ended, record, allowed if _fired(folder, record, harm) else (lambda status: status == 0), what)
@@ -1105,9 +1134,16 @@ def not_finite(chain: Chain, fault: Fault, record: Record, each: Round, end: int
     step = _a_step(chain, fault, 1, end)
     harm = {"rank": fault.pick(0, range(chain.layout.ranks)), "kind": "not_finite", "step": step}
     ended = _harmed(
-        chain, record, each, end, harm, lambda status: status == 1, "all ranks stop",
-        more=["--training.on_nonfinite=stop"], not_finite=step,
-    )  # fmt: skip
+        chain,
+        record,
+        each,
+        end,
+        harm,
+        lambda status: status == 1,
+        "all ranks stop",
+        more=["--training.on_nonfinite=stop"],
+        not_finite=step,
+    )
     if record.state != "missed" and not re.search(rf"step {step}: .*\bnan\b", ended.text):
         raise Lost(f"stopped without saying that step {step} was not finite: {ended.said}")
 
@@ -1136,9 +1172,15 @@ def late_rank(chain: Chain, fault: Fault, record: Record, each: Round, end: int)
         return
     harm = {"rank": rank, "kind": "sleep", "step": step, "seconds": STALL_SECONDS + MARGIN_SECONDS + 5}
     ended = _harmed(
-        chain, record, each, end, harm, lambda status: status == 1, "all ranks end",
+        chain,
+        record,
+        each,
+        end,
+        harm,
+        lambda status: status == 1,
+        "all ranks end",
         more=[f"--comm.train_timeout_seconds={STALL_SECONDS}"],
-    )  # fmt: skip
+    )
     if record.state != "missed" and f"late: rank {rank}" not in ended.text:
         raise Lost(f"rank {rank} was late and nobody said so: {ended.said}")
 
@@ -1214,9 +1256,7 @@ def table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     for name, each in KINDS.items():
         mine = [record.state for record in records if record.kind == name]
         if mine:
-            rows.append(
-                [name, *(str(mine.count(state)) for state in ("survived", "lost", "missed")), each.summary]
-            )  # fmt: skip
+            rows.append([name, *(str(mine.count(state)) for state in ("survived", "lost", "missed")), each.summary])
     states = [record.state for record in records]
     rows.append(["all", *(str(states.count(state)) for state in ("survived", "lost", "missed")), ""])
     return ["fault", "survived", "lost", "missed", "what it is"], rows
@@ -1232,9 +1272,14 @@ def write_report(file: Path, seed: int, records: Sequence[Record], seconds: floa
 
 
 def torture(
-    folder: Path, faults: int, seed: int, only: Sequence[str] = (), chain: int | None = None,
-    say: Callable[[str], None] = print, records: list[Record] | None = None,
-) -> list[Record]:  # fmt: skip
+    folder: Path,
+    faults: int,
+    seed: int,
+    only: Sequence[str] = (),
+    chain: int | None = None,
+    say: Callable[[str], None] = print,
+    records: list[Record] | None = None,
+) -> list[Record]:
     """Play chains until so many faults have happened; one chain alone where its number is given.
 
     `records` gets those of each chain that has ended, for whoever may not see the end.
@@ -1278,11 +1323,12 @@ def describe(record: Record) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0 when every fault was survived, 1 when something was lost."""
     parser = argparse.ArgumentParser(
-        prog="torture.py", description=(
+        prog="torture.py",
+        description=(
             "Kill, damage and disturb small runs, start them again, and hold all that they do against undisturbed ones."
         ),
         epilog="Exit status: 0 every fault was survived, 1 something was lost, 2 the command is wrong. Linux only.",
-    )  # fmt: skip
+    )
     parser.add_argument("--faults", type=int, default=200, metavar="N", help="how many; those that miss do not count")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="settles which faults come, and in what order")
     parser.add_argument("--only", action="append", choices=list(KINDS), metavar="KIND", help="these kinds; see --list")

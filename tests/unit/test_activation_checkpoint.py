@@ -182,8 +182,9 @@ def test_memory_budget_under_tensor_parallelism(monkeypatch: pytest.MonkeyPatch)
     facts = Facts(SimpleNamespace(degrees={"tp": 2}))
     activation = transform("activation_checkpoint", mode="memory_budget")
     assert activation._compiler_settings(facts) == {
-        "activation_memory_budget": 0.5, "unsafe_treat_script_objects_as_zero_size": True,
-    }  # fmt: skip
+        "activation_memory_budget": 0.5,
+        "unsafe_treat_script_objects_as_zero_size": True,
+    }
     monkeypatch.setattr(activation_checkpoint, "functorch_config", SimpleNamespace())
     with pytest.raises(ConfigError, match="tensor parallelism"):
         activation._compiler_settings(facts)

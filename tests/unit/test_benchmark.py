@@ -85,5 +85,7 @@ def test_a_start_far_into_the_data_is_judged_by_its_difference(tmp_path: Path) -
     assert row.goal == "<= 1 s:" and row.verdict in (MET, UNRESOLVED) and "ms" in row.result and "ms" in row.same
     assert "1e+12 tokens" in row.note and (tmp_path / "large.bin").stat().st_blocks * 512 < 1 << 20
     assert {name: len(taken) for name, taken in setup.seconds["loader start, 0 workers"].items()} == {
-        "far": 20, "start": 20, "again": 20,
-    }  # fmt: skip
+        "far": 20,
+        "start": 20,
+        "again": 20,
+    }

@@ -19,11 +19,13 @@ from components.checkpoint._staging import Stager
 def state(scale: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
     return {
         "model": {
-            "w": torch.arange(6.0).view(2, 3) * scale, "transposed": torch.arange(6.0).view(2, 3).t() * scale,
-            "none": torch.empty(0, 3), "bf16": torch.full((5,), 0.5, dtype=torch.bfloat16),
+            "w": torch.arange(6.0).view(2, 3) * scale,
+            "transposed": torch.arange(6.0).view(2, 3).t() * scale,
+            "none": torch.empty(0, 3),
+            "bf16": torch.full((5,), 0.5, dtype=torch.bfloat16),
         },
         "optimizer": {"step": torch.tensor(7.0 * scale), "count": torch.tensor([1, 2, 3])},
-    }  # fmt: skip
+    }
 
 
 def equal(found: dict, expected: dict) -> bool:

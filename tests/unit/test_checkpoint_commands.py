@@ -16,10 +16,15 @@ def publish(folder: CheckpointFolder, step: int, weight: float, **recipe: object
     unfinished = folder.prepare(step)
     dcp.save({"weight": torch.full((3,), weight), "same": torch.ones(2)}, checkpoint_id=unfinished, no_dist=True)
     meta = {
-        "step": step, "samples": 8 * step, "mesh": {"dp_shard": 2, "tp": 1}, "data": "abc", "finite": True,
+        "step": step,
+        "samples": 8 * step,
+        "mesh": {"dp_shard": 2, "tp": 1},
+        "data": "abc",
+        "finite": True,
         "global_batch_size": 8,
-        "validation_loss": 5.0 - weight, "recipe": {"optimizer": {"lr": 1e-3, **recipe}},
-    }  # fmt: skip
+        "validation_loss": 5.0 - weight,
+        "recipe": {"optimizer": {"lr": 1e-3, **recipe}},
+    }
     return folder.publish(step, meta, {path.name: record(path) for path in unfinished.iterdir()})
 
 
@@ -69,8 +74,10 @@ def test_diff_names_what_differs(folder: CheckpointFolder, capsys: pytest.Captur
     publish(other, 10, 1.5, lr=2e-3)
     assert main(["diff", str(folder.at(10)), str(other.at(10))]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "recipe  optimizer.lr: 0.001 -> 0.002", "tensor  weight: differs by at most 5.000e-01", "2 differences"
-    ]  # fmt: skip
+        "recipe  optimizer.lr: 0.001 -> 0.002",
+        "tensor  weight: differs by at most 5.000e-01",
+        "2 differences",
+    ]
 
 
 def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture) -> None:

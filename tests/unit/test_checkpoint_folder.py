@@ -178,10 +178,17 @@ def test_only_regular_files_are_read(folder: CheckpointFolder, kind: str, tmp_pa
 @pytest.mark.parametrize(
     "files",
     [
-        {}, {"meta.json": {"bytes": 1, "sha256": ""}}, [], None, {"a": None}, {"a": {"bytes": "7", "sha256": ""}},
-        {"a": {"bytes": -1, "sha256": ""}}, {"a": {"bytes": True, "sha256": ""}}, {"a": {"bytes": 1, "sha256": 3}},
+        {},
+        {"meta.json": {"bytes": 1, "sha256": ""}},
+        [],
+        None,
+        {"a": None},
+        {"a": {"bytes": "7", "sha256": ""}},
+        {"a": {"bytes": -1, "sha256": ""}},
+        {"a": {"bytes": True, "sha256": ""}},
+        {"a": {"bytes": 1, "sha256": 3}},
     ],
-)  # fmt: skip
+)
 def test_what_is_no_manifest_is_damage(folder: CheckpointFolder, files: object) -> None:
     path = publish(folder, 10)
     (path / "manifest.json").write_text(json.dumps({"step": 10, "files": files}))

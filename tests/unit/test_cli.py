@@ -197,8 +197,9 @@ def test_check_of_the_debug_recipe(capsys, tmp_path):
 
 def test_check_for_eight_ranks(capsys):
     whole = check(capsys)
-    report = check(capsys, "--world-size=8", "--parallelism.data_parallel_replicate_degree=2",
-                   "--training.local_batch_size=2")  # fmt: skip
+    report = check(
+        capsys, "--world-size=8", "--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"
+    )
     assert "mesh             dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks\n" in report
     assert "HSDP, 2 replicas of 4 shards" in report
     assert "tokens a step    1,024 = 8 data ranks x 2 sequences x 64 tokens x 1 microbatch\n" in report
@@ -226,8 +227,12 @@ def test_check_for_three_axes(capsys):
 
 def test_check_of_what_is_not_on_this_machine(capsys, tmp_path):
     """Sizes are told, and what a run would refuse to start without; a run does refuse."""
-    missing = ["--tokenizer.name=hf_file", f"--tokenizer.path={tmp_path}/tokenizer.json", "--dataset.name=text",
-               f"--dataset.files=['{tmp_path}/*.txt']"]  # fmt: skip
+    missing = [
+        "--tokenizer.name=hf_file",
+        f"--tokenizer.path={tmp_path}/tokenizer.json",
+        "--dataset.name=text",
+        f"--dataset.files=['{tmp_path}/*.txt']",
+    ]
     report = check(capsys, *missing, "--model.vocab_size=300")
     assert "parameters       239,680 (0.24M)" in report
     needs = [line for line in report.splitlines() if line.startswith("a run needs ")]
@@ -260,8 +265,14 @@ def test_what_check_adds_up(capsys):
     lines = report.split("\nbytes per rank ")[1].splitlines()[1:]
     sizes = [(line.split()[0], int(line.split()[1].replace(",", ""))) for line in lines]
     assert [name for name, _ in sizes] == [
-        "parameters", "gradients", "optimizer", "activations", "computing", *["besides"] * 3, "together",
-    ]  # fmt: skip
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "computing",
+        *["besides"] * 3,
+        "together",
+    ]
     assert sizes[-1][1] == sum(size for _, size in sizes[:-1])
     assert "until its backward pass; at most: compiled code keeps less" in report
     assert "largest gather   " in report and "largest gather" not in check(capsys), "one rank gathers nothing"

@@ -63,12 +63,14 @@ def test_values_are_not_coerced():
         ({"pair": [1, "a"]}, "typed.pair.1 = 'a': must be of type float, not string"),
         ({"tables": [{"number": "a"}]}, "typed.tables.0.number = 'a': must be of type int, not string"),
         ({"tables": [{}]}, "typed.tables.0.number: is required (allowed: int: a number)"),
-        ({"tables": [{"number": 1, "wrod": 2}]},
-         "typed.tables.0.wrod = 2: unknown key; did you mean typed.tables.0.word?"),
+        (
+            {"tables": [{"number": 1, "wrod": 2}]},
+            "typed.tables.0.wrod = 2: unknown key; did you mean typed.tables.0.word?",
+        ),
         ({"table": {"a b": "c"}}, "typed.table.\"a b\" = 'c': must be of type int, not string"),
         ({"count": -1}, "typed.count = -1: must be greater than or equal to 0"),
         ({"ratio": float("nan")}, "typed.ratio = nan: must be a finite number"),
-    ):  # fmt: skip
+    ):
         assert typed(**raw) == (None, [problem])
     assert len(typed(count="a", on=3, wodr="b")[1]) == 3
 
@@ -151,13 +153,33 @@ def test_every_value_knows_its_line(tmp_path):
     origins = config.load(file).origins
     lines = {dotted(key): int(origin.rpartition(":")[2]) for key, origin in origins.items()}
     assert lines == {
-        "model": 3, "model.description": 4, "model.nested": 8, "model.nested.name": 8, "model.nested.inner": 8,
-        "model.nested.inner.x": 8, "model.nested.inner.y": 8, 'model."quoted key"': 9, "model.indented": 10,
-        "model.indented.dotted": 10, "model.indented.dotted.key": 10,
-        "training": 11, "training.steps": 12, "training.matrix": 13, "training.after": 17,
-        "a": 18, 'a."b.c"': 18, 'a."b.c".d': 18, 'a."b.c".d.x': 19,
-        "list": 20, "list.0": 20, "list.0.x": 21, "list.1": 22, "list.1.x": 23, "list.1.sub": 24, "list.1.sub.y": 25,
-    }  # fmt: skip
+        "model": 3,
+        "model.description": 4,
+        "model.nested": 8,
+        "model.nested.name": 8,
+        "model.nested.inner": 8,
+        "model.nested.inner.x": 8,
+        "model.nested.inner.y": 8,
+        'model."quoted key"': 9,
+        "model.indented": 10,
+        "model.indented.dotted": 10,
+        "model.indented.dotted.key": 10,
+        "training": 11,
+        "training.steps": 12,
+        "training.matrix": 13,
+        "training.after": 17,
+        "a": 18,
+        'a."b.c"': 18,
+        'a."b.c".d': 18,
+        'a."b.c".d.x': 19,
+        "list": 20,
+        "list.0": 20,
+        "list.0.x": 21,
+        "list.1": 22,
+        "list.1.x": 23,
+        "list.1.sub": 24,
+        "list.1.sub.y": 25,
+    }
 
 
 def test_bom_and_windows_line_ends(tmp_path):
@@ -185,9 +207,13 @@ def test_inheritance_later_wins_tables_merge_lists_are_replaced(tmp_path):
 
 
 def test_a_base_of_two_bases_counts_once(tmp_path):
-    top = write(tmp_path, top='base = ["./b.toml", "./c.toml"]',
-                b='base = "./d.toml"\nx = 1', c='base = "./d.toml"\ny = 1',
-                d="x = 0\ny = 0\nz = 0")  # fmt: skip
+    top = write(
+        tmp_path,
+        top='base = ["./b.toml", "./c.toml"]',
+        b='base = "./d.toml"\nx = 1',
+        c='base = "./d.toml"\ny = 1',
+        d="x = 0\ny = 0\nz = 0",
+    )
     assert config.load(top).values == {"x": 1, "y": 1, "z": 0}  # and not x = 0 by reading d over b
 
 
@@ -224,11 +250,19 @@ def test_faults_do_not_hide_each_other(tmp_path):
 def test_nearest():
     keys = ["steps", "seq_len", "local_batch_size", "data_parallel_shard_degree", "350M", "bfloat16", "linear-sqrt"]
     for wrong, right in (
-        ("stpes", "steps"), ("step", "steps"), ("seqlen", "seq_len"), ("Steps", "steps"),
-        ("batch_size", "local_batch_size"), ("shard_degree", "data_parallel_shard_degree"),
-        ("350m", "350M"), ("bf16", "bfloat16"), ("linear_sqrt", "linear-sqrt"),
-        ("xyz", None), ("", None), ("s", None),
-    ):  # fmt: skip
+        ("stpes", "steps"),
+        ("step", "steps"),
+        ("seqlen", "seq_len"),
+        ("Steps", "steps"),
+        ("batch_size", "local_batch_size"),
+        ("shard_degree", "data_parallel_shard_degree"),
+        ("350m", "350M"),
+        ("bf16", "bfloat16"),
+        ("linear_sqrt", "linear-sqrt"),
+        ("xyz", None),
+        ("", None),
+        ("s", None),
+    ):
         assert nearest(wrong, keys) == right, wrong
     assert nearest("a", []) is None
 

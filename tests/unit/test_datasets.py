@@ -249,8 +249,11 @@ def test_globs_are_sorted_recursive_and_counted_once(tmp_path, monkeypatch):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(name)
     assert list(make("text", files=("**/*.txt", "b.txt")).documents()) == [
-        "b.txt", "deep/c.txt", "deep/er/a.txt", "odd[1].txt"
-    ]  # fmt: skip
+        "b.txt",
+        "deep/c.txt",
+        "deep/er/a.txt",
+        "odd[1].txt",
+    ]
     assert list(make("text", files=("odd[1].txt",)).documents()) == ["odd[1].txt"]
     assert list(make("text", files=("deep/*.txt",)).documents()) == ["deep/c.txt"]
 

@@ -8,9 +8,13 @@ from titan_prores.errors import counted
 @pytest.mark.parametrize(
     ("number", "noun", "text"),
     [
-        (1, "rank", "1 rank"), (0, "rank", "0 ranks"), (2048, "token", "2,048 tokens"), (2, "batch", "2 batches"),
-        (1, "batch", "1 batch"), (2, "data rank", "2 data ranks"),
+        (1, "rank", "1 rank"),
+        (0, "rank", "0 ranks"),
+        (2048, "token", "2,048 tokens"),
+        (2, "batch", "2 batches"),
+        (1, "batch", "1 batch"),
+        (2, "data rank", "2 data ranks"),
     ],
-)  # fmt: skip
+)
 def test_counted(number, noun, text):
     assert counted(number, noun) == text

@@ -50,12 +50,25 @@ def test_every_linear_but_the_output_is_converted_by_default() -> None:
     ("pattern", "names"),
     [
         ("attention.wk", {"layers.0.attention.wk", "layers.1.attention.wk"}),
-        ("layers.1", {f"layers.1.{n}" for n in ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
-                                                "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")}),
+        (
+            "layers.1",
+            {
+                f"layers.1.{n}"
+                for n in (
+                    "attention.wq",
+                    "attention.wk",
+                    "attention.wv",
+                    "attention.wo",
+                    "feed_forward.w1",
+                    "feed_forward.w2",
+                    "feed_forward.w3",
+                )
+            },
+        ),
         ("0.*.w[12]", {"layers.0.feed_forward.w1", "layers.0.feed_forward.w2"}),
         ("layers.*.attention.wo", {"layers.0.attention.wo", "layers.1.attention.wo"}),
     ],
-)  # fmt: skip
+)
 def test_filters_match_whole_parts_of_names(pattern: str, names: set[str]) -> None:
     assert kept(checked(filter_fqns=[pattern])) == dict.fromkeys(names, f"filter_fqns has {pattern}")
 
@@ -131,8 +144,18 @@ def test_table_says_what_becomes_of_every_linear() -> None:
     summary, *table = text.splitlines()
     assert summary == "Float8: tensorwise, 28 of 29 linears, emulated: this device has no such matmul"
     rows = [row.split() for row in table]
-    assert ["layers.*.attention.wk", "1", "x", "16", "x", "32", "kept:", "filter_fqns", "has",
-            "layers.0.attention.wk"] in rows  # fmt: skip
+    assert [
+        "layers.*.attention.wk",
+        "1",
+        "x",
+        "16",
+        "x",
+        "32",
+        "kept:",
+        "filter_fqns",
+        "has",
+        "layers.0.attention.wk",
+    ] in rows
     assert ["layers.*.attention.wk", "3", "x", "16", "x", "32", "float8"] in rows
     assert ["output", "1", "x", "64", "x", "32", "float8"] in rows
     assert sum(int(row[1]) for row in rows) == 29
@@ -157,12 +180,16 @@ def test_settings_that_do_not_fit_are_refused(settings: dict, said: str) -> None
     ("overrides", "said"),
     [
         (["--transforms.float8.emulate=false"], "cpu has no tensorwise float8 matmul"),
-        (["--transforms.float8.enable_fsdp_float8_all_gather=true", "--parallelism.tensor_parallel_degree=2"],
-         "precompute_float8_dynamic_scale_for_fsdp = false: must be true"),
-        (["--transforms.float8.enabled=true", "--parallelism.tensor_parallel_degree=2"],
-         "no multiples of 16: layers.*.feed_forward.w1 176 / 2"),
+        (
+            ["--transforms.float8.enable_fsdp_float8_all_gather=true", "--parallelism.tensor_parallel_degree=2"],
+            "precompute_float8_dynamic_scale_for_fsdp = false: must be true",
+        ),
+        (
+            ["--transforms.float8.enabled=true", "--parallelism.tensor_parallel_degree=2"],
+            "no multiples of 16: layers.*.feed_forward.w1 176 / 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_check_refuses_what_would_not_run(overrides: list[str], said: str) -> None:
     with pytest.raises((ConfigError, ConfigErrors)) as caught:
         report(debug_recipe(*overrides, world_size=2), 2)
@@ -185,9 +212,15 @@ def test_tokens_that_the_matmul_does_not_take_are_padded(local_batch_size: int, 
 
 @pytest.mark.parametrize(
     ("capability", "recipe", "emulated"),
-    [((8, 0), "tensorwise", True), ((8, 9), "tensorwise", False), ((8, 9), "rowwise", True),
-     ((9, 0), "rowwise", False), ((9, 0), "rowwise_with_gw_hp", False), ((12, 0), "tensorwise", False)],
-)  # fmt: skip
+    [
+        ((8, 0), "tensorwise", True),
+        ((8, 9), "tensorwise", False),
+        ((8, 9), "rowwise", True),
+        ((9, 0), "rowwise", False),
+        ((9, 0), "rowwise_with_gw_hp", False),
+        ((12, 0), "tensorwise", False),
+    ],
+)
 def test_emulation_is_for_devices_without_the_matmul(
     capability: tuple[int, int], recipe: str, emulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,10 +81,14 @@ def test_weights_from_elsewhere_need_a_start() -> None:
 @pytest.mark.parametrize(
     "own",
     [
-        ("--transforms.prores.start=fresh",), ("--transforms.prores.start=warm",), ("--transforms.prores.start=7",),
-        (OFF,), (f'{SCHEDULE}={{ name = "fix-L" }}',), (f'{SCHEDULE}={{ name = "learned" }}',),
+        ("--transforms.prores.start=fresh",),
+        ("--transforms.prores.start=warm",),
+        ("--transforms.prores.start=7",),
+        (OFF,),
+        (f'{SCHEDULE}={{ name = "fix-L" }}',),
+        (f'{SCHEDULE}={{ name = "learned" }}',),
     ],
-)  # fmt: skip
+)
 def test_nothing_is_asked_where_it_is_said_or_makes_no_difference(own: tuple[str, ...]) -> None:
     check_start(*built(FROM, *own))
     check_start(*built())
@@ -162,9 +166,11 @@ def test_a_transform_of_a_users_own_counts_by_its_phase_or_its_word(monkeypatch)
 
     monkeypatch.setattr(registry, "_table", {kind: dict(named) for kind, named in registry._table.items()})
     for name, own in (
-        ("rewriting", {"phase": Phase.REWRITE}), ("rounding", {"phase": Phase.REWRITE, "changes_model": False}),
-        ("precise", {"phase": Phase.PRECISION}), ("lossy", {"phase": Phase.PRECISION, "changes_model": True}),
-    ):  # fmt: skip
+        ("rewriting", {"phase": Phase.REWRITE}),
+        ("rounding", {"phase": Phase.REWRITE, "changes_model": False}),
+        ("precise", {"phase": Phase.PRECISION}),
+        ("lossy", {"phase": Phase.PRECISION, "changes_model": True}),
+    ):
         members = {**own, "Config": _Section, "apply": lambda self, model, facts: None}
         register("transform", name)(type(name, (Transform,), members))
         on = (f"--transforms.{name}.enabled=true",)

@@ -46,9 +46,7 @@ def difference(path: Path) -> dict[str, Any]:
     base = TABLES[path]["base"]
     first = (path.parent / (base if isinstance(base, str) else base[0])).resolve()
     before, now = flatten(resolved(first)), flatten(resolved(path))
-    changed = {
-        dotted(key): value for key, value in now.items() if key[0] != "job" and before.get(key) != value
-    }  # fmt: skip
+    changed = {dotted(key): value for key, value in now.items() if key[0] != "job" and before.get(key) != value}
     gone = [dotted(key) for key in before if key not in now]
     return {**changed, **({"gone": gone} if gone else {})}
 

@@ -105,9 +105,13 @@ def test_folders_are_kinds():
 
 def loaded_after(code: str) -> set[str]:
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], cwd=ROOT, capture_output=True, text=True,
-        check=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     return set(done.stdout.splitlines()[-1].split())
 
 

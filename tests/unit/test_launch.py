@@ -41,14 +41,17 @@ def test_what_is_not_the_launchers_goes_to_the_run(started: list) -> None:
     assert started[-1][1] >= 1
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--config", str(DEBUG), "--trainig.steps=3"], "did you mean"),
-    (["--config", str(DEBUG), "--training.stop_after=3", "--lr_scheduler.warmup_steps=99"], "longer than the run"),
-    (["--config", str(DEBUG), "--parallelism.tensor_parallel_degree=3"], "does not fit 2 ranks"),
-    (["--config", str(DEBUG), "--nprocs=3"], "--nprocs"),
-    (["--nnodes", "2", "--config", str(DEBUG)], "--rdzv-endpoint"),
-    ([], "--config"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--config", str(DEBUG), "--trainig.steps=3"], "did you mean"),
+        (["--config", str(DEBUG), "--training.stop_after=3", "--lr_scheduler.warmup_steps=99"], "longer than the run"),
+        (["--config", str(DEBUG), "--parallelism.tensor_parallel_degree=3"], "does not fit 2 ranks"),
+        (["--config", str(DEBUG), "--nprocs=3"], "--nprocs"),
+        (["--nnodes", "2", "--config", str(DEBUG)], "--rdzv-endpoint"),
+        ([], "--config"),
+    ],
+)
 def test_a_wrong_command_line_starts_nothing(
     arguments: list[str], said: str, started: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,13 +110,16 @@ def test_a_signal_before_the_ranks_ends_the_launcher(
     assert "stopped by SIGTERM before" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("variables, said", [
-    ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT not set"),
-    ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK = '2': is not valid"),
-    ({"WORLD_SIZE": "1", "RANK": "first"}, "RANK = 'first': is not valid"),
-    ({"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK = '-1': is not valid"),
-    ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT = '70000'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK = '2': is not valid"),
+        ({"WORLD_SIZE": "1", "RANK": "first"}, "RANK = 'first': is not valid"),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK = '-1': is not valid"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, "MASTER_PORT = '70000'"),
+    ],
+)
 def test_a_place_that_no_launcher_gives(
     variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

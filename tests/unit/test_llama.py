@@ -18,11 +18,22 @@ from titan_prores.parts import resolve_part
 VOCABULARY, SEQ_LEN = 50, 32
 # A part of a name here -> of a name in transformers.
 LLAMA_NAMES = {
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "layers": "model.layers",
-    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp",
-    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
-}  # fmt: skip
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "layers": "model.layers",
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
 
 
 def build(seed: int = 0, device: str = "meta", **settings: Any) -> Llama:
@@ -57,12 +68,19 @@ def test_logits_and_gradients_equal_transformers(settings: dict[str, Any]) -> No
     c = model.config
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=c.dim, intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers,
-            num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads or c.n_heads, rms_norm_eps=c.norm_eps,
-            rope_theta=c.rope_theta, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            tie_word_embeddings=c.tie_embeddings, max_position_embeddings=SEQ_LEN,
+            vocab_size=VOCABULARY,
+            hidden_size=c.dim,
+            intermediate_size=c.ffn_dim,
+            num_hidden_layers=c.n_layers,
+            num_attention_heads=c.n_heads,
+            num_key_value_heads=c.n_kv_heads or c.n_heads,
+            rms_norm_eps=c.norm_eps,
+            rope_theta=c.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            tie_word_embeddings=c.tie_embeddings,
+            max_position_embeddings=SEQ_LEN,
         )
-    )  # fmt: skip
+    )
     renamed = {".".join(LLAMA_NAMES.get(w, w) for w in name.split(".")): p for name, p in model.state_dict().items()}
     missing, unexpected = theirs.load_state_dict(renamed, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if c.tie_embeddings else set())

@@ -109,9 +109,11 @@ def test_validation_scores_windows_from_all_of_the_held_out_text(tmp_path, monke
         sums.clear()
         for data_rank in range(data_size):
             mesh = SimpleNamespace(
-                device=torch.device("cpu"), data_size=data_size, data_rank=data_rank,
+                device=torch.device("cpu"),
+                data_size=data_size,
+                data_rank=data_rank,
                 sum_over_data=lambda total: sums.append(total.clone()) or total + 1e-9,
-            )  # fmt: skip
+            )
             validator = component(component.Config(max_tokens=max_tokens))
             model = FixedLoss()
             validator.validate(model, model.loss, windows, mesh, batch_size, lambda: False)
@@ -132,9 +134,7 @@ def test_too_few_tokens(tmp_path, n_tokens, keep_partial):
 
 
 def take(windows, count, **changed):
-    settings = dict(
-        seed=1, start_position=0, local_batch_size=2, data_rank=0, data_ranks=1, num_workers=0
-    ) | changed  # fmt: skip
+    settings = dict(seed=1, start_position=0, local_batch_size=2, data_rank=0, data_ranks=1, num_workers=0) | changed
     batches = microbatches(windows, **settings)
     taken = list(islice(batches, count))
     batches.close()
@@ -157,15 +157,28 @@ def test_global_batches_are_the_same_on_every_layout(windows, start_position):
     positions = start_position + np.arange(n_updates * size).reshape(n_updates, size)
     expected = sample_windows(1, positions, 10)
     for data_ranks, num_workers, local_batch_size in (
-        (1, 0, 12), (1, 3, 4), (1, 1, 1), (2, 0, 3), (2, 1, 6), (2, 3, 2), (4, 0, 1), (4, 1, 3), (4, 3, 3),
-    ):  # fmt: skip
+        (1, 0, 12),
+        (1, 3, 4),
+        (1, 1, 1),
+        (2, 0, 3),
+        (2, 1, 6),
+        (2, 3, 2),
+        (4, 0, 1),
+        (4, 1, 3),
+        (4, 3, 3),
+    ):
         accumulated = size // (data_ranks * local_batch_size)
         seen = np.empty((n_updates, accumulated, data_ranks, local_batch_size), dtype=np.int64)
         for rank in range(data_ranks):
             batches = take(
-                windows, n_updates * accumulated, start_position=start_position, data_rank=rank,
-                data_ranks=data_ranks, num_workers=num_workers, local_batch_size=local_batch_size,
-            )  # fmt: skip
+                windows,
+                n_updates * accumulated,
+                start_position=start_position,
+                data_rank=rank,
+                data_ranks=data_ranks,
+                num_workers=num_workers,
+                local_batch_size=local_batch_size,
+            )
             for k, (tokens_BS, labels_BS) in enumerate(batches):
                 assert tokens_BS.shape == labels_BS.shape == (local_batch_size, 8)
                 assert torch.equal(labels_BS, tokens_BS + 1)
@@ -209,11 +222,16 @@ def test_a_run_that_changes_its_layout_again_and_again(windows):
             updates, num_workers = draw.randint(1, 3), draw.choice([0, 0, 0, 1, 2]) if run < 5 else 0
             taken = [
                 take(
-                    windows, updates * accumulated, start_position=samples, local_batch_size=local, data_rank=rank,
-                    data_ranks=data_ranks, num_workers=num_workers,
+                    windows,
+                    updates * accumulated,
+                    start_position=samples,
+                    local_batch_size=local,
+                    data_rank=rank,
+                    data_ranks=data_ranks,
+                    num_workers=num_workers,
                 )
                 for rank in range(data_ranks)
-            ]  # fmt: skip
+            ]
             for update in range(updates):
                 mine = slice(update * accumulated, (update + 1) * accumulated)
                 got = sorted(int(row[0]) // 8 for rank in taken for tokens_BS, _ in rank[mine] for row in tokens_BS)
@@ -298,12 +316,15 @@ class Troubled(TokenWindows):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how, said", [
-    ("raise", "data worker 0: ValueError: the shard is gone"),
-    ("kill", r"killed by signal|exited unexpectedly"),
-    ("hand over", "exited unexpectedly"),
-    ("hang", "no more patience"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("raise", "data worker 0: ValueError: the shard is gone"),
+        ("kill", r"killed by signal|exited unexpectedly"),
+        ("hand over", "exited unexpectedly"),
+        ("hang", "no more patience"),
+    ],
+)
 def test_a_worker_that_cannot_work_ends_the_iterator(windows, how, said, monkeypatch, capfd):
     from titan_prores.data import loader
 

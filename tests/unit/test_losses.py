@@ -62,10 +62,12 @@ def test_what_is_not_the_cross_entropy_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("found", "what"),
     [
-        (None, "NoneType"), ((torch.tensor(1.0), {}), "tuple"), (torch.ones(2, 5), r"a tensor of shape \[2, 5\]"),
+        (None, "NoneType"),
+        ((torch.tensor(1.0), {}), "tuple"),
+        (torch.ones(2, 5), r"a tensor of shape \[2, 5\]"),
         (LossTerms(torch.tensor(1.0), {"z_loss": 0.5}), "float"),
     ],
-)  # fmt: skip
+)
 def test_what_a_loss_cannot_return_is_refused_before_the_run(found, what) -> None:
     with pytest.raises(TypeError, match=f"a loss returns a scalar tensor, or LossTerms of scalar tensors, not {what}"):
         gives_cross_entropy(lambda logits, labels: found)

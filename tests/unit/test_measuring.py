@@ -160,10 +160,15 @@ def benches(tmp_path: Path):
     def build(*overrides: str) -> Bench:
         build.count += 1
         own = [
-            "--model.flavor=debug", "--training.seq_len=32", "--dataset.name=text", "--dataset.txt_document=paragraph",
+            "--model.flavor=debug",
+            "--training.seq_len=32",
+            "--dataset.name=text",
+            "--dataset.txt_document=paragraph",
             f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
-            f"--dataset.cache_folder={tmp_path}/cache", f"--job.dump_folder={tmp_path}/{build.count}", *overrides,
-        ]  # fmt: skip
+            f"--dataset.cache_folder={tmp_path}/cache",
+            f"--job.dump_folder={tmp_path}/{build.count}",
+            *overrides,
+        ]
         return Bench(measuring.load(REPOSITORY / "train_configs" / "benchmark.toml", own))
 
     build.count = 0

@@ -13,17 +13,30 @@ from titan_prores.run_folder import RunFolder
 from titan_prores.throughput import Throughput, memory_gib, mfu, peak_by_name, peak_flops
 
 INFO = {
-    "end_step": 40, "start_step": 0, "n_layers": 2, "log_freq": 10, "recipe": {"job": {"dump_folder": "x"}},
+    "end_step": 40,
+    "start_step": 0,
+    "n_layers": 2,
+    "log_freq": 10,
+    "recipe": {"job": {"dump_folder": "x"}},
     "recipe_toml": 'job.dump_folder = "x"  # here\n',
-}  # fmt: skip
+}
 
 
 def row(step, **more):
     return {
-        "step": step, "loss": 5.0 + 1 / 3, "perplexity": math.exp(5), "grad_norm": 1.25, "lr": 3e-4,
-        "alpha_min": 0.0, "alpha_max": 0.5, "tokens": step * 4096, "tokens_per_second": 12345.6, "step_seconds": 0.33,
-        "memory_gib": 1.5, **more,
-    }  # fmt: skip
+        "step": step,
+        "loss": 5.0 + 1 / 3,
+        "perplexity": math.exp(5),
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "alpha_min": 0.0,
+        "alpha_max": 0.5,
+        "tokens": step * 4096,
+        "tokens_per_second": 12345.6,
+        "step_seconds": 0.33,
+        "memory_gib": 1.5,
+        **more,
+    }
 
 
 def make(name, **settings):
@@ -149,10 +162,19 @@ def test_tensorboard_scalars(run):
     assert events.Scalars("alpha/layer_02")[0].value == 0.5
     tags = set(events.Tags()["scalars"])
     assert tags == {
-        "loss/train", "perplexity/train", "optimizer/grad_norm", "optimizer/lr", "alpha/min", "alpha/max",
-        "alpha/layer_01", "alpha/layer_02", "throughput/tokens", "throughput/tokens_per_second",
-        "throughput/step_seconds", "throughput/memory_gib",
-    }  # fmt: skip
+        "loss/train",
+        "perplexity/train",
+        "optimizer/grad_norm",
+        "optimizer/lr",
+        "alpha/min",
+        "alpha/max",
+        "alpha/layer_01",
+        "alpha/layer_02",
+        "throughput/tokens",
+        "throughput/tokens_per_second",
+        "throughput/step_seconds",
+        "throughput/memory_gib",
+    }
 
 
 def test_tensorboard_groups_losses_and_keeps_the_recipe(run):
@@ -205,9 +227,12 @@ def test_tensorboard_groups_losses_and_keeps_the_recipe(run):
     found = sessions(events)
     values = {key: value.WhichOneof("kind") for key, value in found["session_start_info"].hparams.items()}
     assert values == {
-        "model.n_layers": "number_value", "model.norm": "string_value", "optimizer.lr": "number_value",
-        "parallelism.x": "string_value", "parallelism.on": "string_value",
-    }  # fmt: skip
+        "model.n_layers": "number_value",
+        "model.norm": "string_value",
+        "optimizer.lr": "number_value",
+        "parallelism.x": "string_value",
+        "parallelism.on": "string_value",
+    }
     assert found["session_start_info"].hparams["optimizer.lr"].number_value == 1e-3
     metrics = [info.name.tag for info in found["experiment"].metric_infos]
     assert "loss/validation" in metrics and set(metrics) <= set(tags["scalars"]), "their last values are shown"
@@ -217,14 +242,23 @@ def test_tensorboard_groups_losses_and_keeps_the_recipe(run):
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("loss", "loss/train"), ("validation_loss", "loss/validation"), ("perplexity", "perplexity/train"),
-        ("validation_perplexity", "perplexity/validation"), ("validation_documents", "validation/documents"),
-        ("z_loss", "loss/z"), ("lr", "optimizer/lr"), ("lr_embedding", "optimizer/lr_embedding"),
-        ("grad_norm", "optimizer/grad_norm"), ("alpha_max", "alpha/max"), ("loss_spike_score", "spike_score/loss"),
-        ("mfu", "throughput/mfu"), ("memory_gib", "throughput/memory_gib"),
-        ("skipped", "training/skipped"), ("something_new", "training/something_new"),
+        ("loss", "loss/train"),
+        ("validation_loss", "loss/validation"),
+        ("perplexity", "perplexity/train"),
+        ("validation_perplexity", "perplexity/validation"),
+        ("validation_documents", "validation/documents"),
+        ("z_loss", "loss/z"),
+        ("lr", "optimizer/lr"),
+        ("lr_embedding", "optimizer/lr_embedding"),
+        ("grad_norm", "optimizer/grad_norm"),
+        ("alpha_max", "alpha/max"),
+        ("loss_spike_score", "spike_score/loss"),
+        ("mfu", "throughput/mfu"),
+        ("memory_gib", "throughput/memory_gib"),
+        ("skipped", "training/skipped"),
+        ("something_new", "training/something_new"),
     ],
-)  # fmt: skip
+)
 def test_a_tag_is_grouped_by_rule(key, expected, run):
     from components.metrics._scalars import scalars
 
@@ -257,9 +291,7 @@ def test_wandb(run, tmp_path, monkeypatch):
     metric.close()
     calls = importlib.import_module("wandb").calls
     assert calls[0]["project"] == "p" and calls[0]["mode"] == "offline" and calls[0]["config"] == INFO["recipe"]
-    assert calls[1:] == [
-        (3, {"loss/train": 2.0, "alpha/layer_01": 0.5}), (3, {"loss/validation": 3.0}), "finished",
-    ]  # fmt: skip
+    assert calls[1:] == [(3, {"loss/train": 2.0, "alpha/layer_01": 0.5}), (3, {"loss/validation": 3.0}), "finished"]
     make("wandb").start(run, {**INFO, "start_step": 3})
     assert calls[-1]["id"] == "id1", "a resumed run goes on in the same curves"
     make("wandb").start(run, INFO)
@@ -308,12 +340,21 @@ def test_throughput_leaves_pauses_out(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12), ("NVIDIA B200", 2250e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12),
-        ("NVIDIA GeForce RTX 4090", 165e12), ("AMD Instinct MI300X", 1307e12), ("NVIDIA A10G", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("Tesla T4", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Tesla T4", None),
     ],
-)  # fmt: skip
+)
 def test_peak_by_name(name, peak):
     assert peak_by_name(name) == peak
 

@@ -73,9 +73,7 @@ def kept(folder: Path, step: int) -> Path:
 def test_a_batch_is_kept_with_its_report(tmp_path: Path) -> None:
     at = kept(tmp_path, 7)
     report = json.loads((at / "report.json").read_text(), parse_constant=pytest.fail)
-    assert report == {
-        "step": 7, "loss_by_data_rank": {"0": "NaN"}, "parameters_with_nonfinite_gradients": ["weight"]
-    }  # fmt: skip
+    assert report == {"step": 7, "loss_by_data_rank": {"0": "NaN"}, "parameters_with_nonfinite_gradients": ["weight"]}
     with np.load(at / "data-rank-0.npz") as arrays:
         assert arrays["tokens"].shape == (4, 2, 3) and (arrays["labels"] == arrays["tokens"] + 1).all()
 

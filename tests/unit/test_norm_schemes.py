@@ -88,9 +88,14 @@ def reference(
         layer = f"layers.{number - 1}"
         for name, branch in (("attention", attention), ("ffn", feed_forward)):
             x = EQUATIONS[scheme](
-                x, lambda h, branch=branch, layer=layer: branch(h, layer), norm(f"{layer}.{name}_norm"),
-                norm(f"{layer}.{name}_post_norm"), norm(f"{layer}.{name}_out_norm"), float(alpha[number - 1]), number,
-            )  # fmt: skip
+                x,
+                lambda h, branch=branch, layer=layer: branch(h, layer),
+                norm(f"{layer}.{name}_norm"),
+                norm(f"{layer}.{name}_post_norm"),
+                norm(f"{layer}.{name}_out_norm"),
+                float(alpha[number - 1]),
+                number,
+            )
     return linear(norm("norm")(x), "output")
 
 
@@ -264,13 +269,19 @@ def test_activation_checkpointing_changes_no_bit(norm: str, mode: str) -> None:
 @pytest.mark.parametrize("norm", NORM_SCHEMES)
 def test_check_builds_it_with_every_transform(norm: str) -> None:
     """FSDP2 x TP, float8, compile, checkpointing: applied, verified and run on fake tensors."""
-    overrides = ["parallelism.tensor_parallel_degree=2", "transforms.compile.fullgraph=true",
-                 "transforms.float8.recipe_name=tensorwise", "transforms.activation_checkpoint.mode=selective",
-                 "model.ffn_dim=192", f"model.norm={norm}"]  # fmt: skip
+    overrides = [
+        "parallelism.tensor_parallel_degree=2",
+        "transforms.compile.fullgraph=true",
+        "transforms.float8.recipe_name=tensorwise",
+        "transforms.activation_checkpoint.mode=selective",
+        "model.ffn_dim=192",
+        f"model.norm={norm}",
+    ]
     tree = config.load(
-        REPOSITORY / "train_configs/debug.toml", [f"--{override}" for override in overrides],
+        REPOSITORY / "train_configs/debug.toml",
+        [f"--{override}" for override in overrides],
         registry.builtin_folder() / "defaults.toml",
-    )  # fmt: skip
+    )
     said = report(resolve(tree, 4), 4)
     assert f'norm = "{norm}"' in said and "6. fsdp" in said
     assert re.search(r"activations +[1-9]", said), said
@@ -281,19 +292,27 @@ def test_check_builds_it_with_every_transform(norm: str) -> None:
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 GEMMA2_NAMES = LLAMA_NAMES | {
-    "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
     "attention_post_norm": "post_attention_layernorm",
-}  # fmt: skip
+}
 
 
 def sizes_of(model: nn.Module) -> dict[str, Any]:
     c = model.config
     return {
-        "vocab_size": VOCABULARY, "hidden_size": c.dim, "intermediate_size": c.ffn_dim, "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "rms_norm_eps": c.norm_eps,
-        "head_dim": c.dim // c.n_heads, "max_position_embeddings": SEQ_LEN, "tie_word_embeddings": False,
+        "vocab_size": VOCABULARY,
+        "hidden_size": c.dim,
+        "intermediate_size": c.ffn_dim,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "rms_norm_eps": c.norm_eps,
+        "head_dim": c.dim // c.n_heads,
+        "max_position_embeddings": SEQ_LEN,
+        "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("norm", ["lns", "sandwich"])
@@ -312,11 +331,15 @@ def test_logits_and_gradients_equal_transformers(norm: str) -> None:
         names = GEMMA2_NAMES
         theirs = transformers.Gemma2ForCausalLM(
             transformers.Gemma2Config(
-                **sizes_of(model), hidden_activation="silu", query_pre_attn_scalar=SHAPE["dim"] // SHAPE["n_heads"],
-                attn_logit_softcapping=None, final_logit_softcapping=None, layer_types=["full_attention"] * L,
+                **sizes_of(model),
+                hidden_activation="silu",
+                query_pre_attn_scalar=SHAPE["dim"] // SHAPE["n_heads"],
+                attn_logit_softcapping=None,
+                final_logit_softcapping=None,
+                layer_types=["full_attention"] * L,
                 attn_implementation="eager",
             )
-        )  # fmt: skip
+        )
         change |= {name: (1.0, -1.0) for name in change if name.endswith("norm.weight")}
         change["tok_embeddings.weight"] = (SHAPE["dim"] ** -0.5, 0.0)
     else:

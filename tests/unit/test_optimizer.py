@@ -48,10 +48,7 @@ def test_default_groups_decay_matrices_alone() -> None:
 
 def test_groups_are_ordered_and_scale_the_learning_rate() -> None:
     model = Net()
-    chosen = [
-        {"patterns": ["tok_*"], "lr_scale": 10.0},
-        {"patterns": ["*.weight"], "weight_decay": 0.3},
-    ]
+    chosen = [{"patterns": ["tok_*"], "lr_scale": 10.0}, {"patterns": ["*.weight"], "weight_decay": 0.3}]
     assert groups(build(model, lr=0.1, weight_decay=0.0, groups=chosen), model) == [
         (["tok_embeddings.weight"], 1.0, 0.0),
         (["norm.weight", "w.weight"], 0.1, 0.3),
@@ -82,8 +79,10 @@ def test_loss_is_the_fp32_sum_over_valid_labels() -> None:
     labels = torch.tensor([[1, 2, -100, 0, 6], [-100, -100, 3, 3, 4]])
     by_hand = -sum(
         torch.log_softmax(logits[b, s].double(), -1)[labels[b, s]]
-        for b in range(2) for s in range(5) if labels[b, s] != -100
-    )  # fmt: skip
+        for b in range(2)
+        for s in range(5)
+        if labels[b, s] != -100
+    )
     assert loss(logits, labels).item() == pytest.approx(by_hand.item(), rel=1e-6)
     assert loss(logits.bfloat16(), labels).dtype == torch.float32
     assert loss(logits, torch.full((2, 5), -100)).item() == 0.0

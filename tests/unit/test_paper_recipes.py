@@ -34,9 +34,14 @@ SIZES = {
 TABLE_2 = ("130m", "350m", "1.3b")
 # Peak learning rates of the paper that are not Pre-LN's, and a guess of ours for 71M; elsewhere it is half of Pre-LN's.
 RATES = {
-    ("130m", "post"): 1e-3, ("350m", "post"): 5e-4, ("1.3b", "post"): 3e-4,
-    ("130m", "deepnorm"): 1.5e-3, ("350m", "deepnorm"): 1e-3, ("1.3b", "deepnorm"): 3e-4, ("71m", "deepnorm"): 1.5e-3,
-}  # fmt: skip
+    ("130m", "post"): 1e-3,
+    ("350m", "post"): 5e-4,
+    ("1.3b", "post"): 3e-4,
+    ("130m", "deepnorm"): 1.5e-3,
+    ("350m", "deepnorm"): 1e-3,
+    ("1.3b", "deepnorm"): 3e-4,
+    ("71m", "deepnorm"): 1.5e-3,
+}
 # recipe -> norm, init, warmup of the learning rate
 SCHEMES = {
     "pre": ("pre", "trunc_normal", 2000),
@@ -194,8 +199,9 @@ def test_fig_1_has_the_paper_s_curves_at_every_depth() -> None:
         found.setdefault(key, []).append(built.slots["optimizer"].config.lr)
     expected = {
         (*SCHEMES[scheme], T and ("equal" if "equal" in label else "linear", T[depth]), depth): rates
-        for label, (scheme, T, rates) in FIG_1.items() for depth in (24, 48, 72, 96, 120)
-    }  # fmt: skip
+        for label, (scheme, T, rates) in FIG_1.items()
+        for depth in (24, 48, 72, 96, 120)
+    }
     assert {key: sorted(rates) for key, rates in found.items()} == expected
     # A line has one run a depth; DeepNorm's is that of the lowest metric of its depth.
     values = {"24": "0.001", "48": "0.0005", "72": "0.002", "96": "0.0015", "120": "0.001"}

@@ -231,12 +231,20 @@ def built_in_paths():
 
 def test_every_path_there_is_is_declared_as_one(places, home):
     assert set(built_in_paths()) == {
-        "job.dump_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
+        "job.dump_folder",
+        "profiling.save_traces_folder",
+        "profiling.save_memory_snapshot_folder",
         *(f"dataset.{name}.cache_folder" for name in ("huggingface", "python_stdlib", "text")),
-        "dataset.text.files", "dataset.huggingface.path", "dataset.huggingface.data_files",
-        "tokenizer.hf_file.path", "tokenizer.tiktoken_file.path", "residual_schedule.from_table.path",
-        "checkpoint.dcp.folder", "checkpoint.dcp.init_from", "metrics.tensorboard.folder",
-    }  # fmt: skip
+        "dataset.text.files",
+        "dataset.huggingface.path",
+        "dataset.huggingface.data_files",
+        "tokenizer.hf_file.path",
+        "tokenizer.tiktoken_file.path",
+        "residual_schedule.from_table.path",
+        "checkpoint.dcp.folder",
+        "checkpoint.dcp.init_from",
+        "metrics.tensorboard.folder",
+    }
     for place, section in every_section().items():
         for key, info in section.model_fields.items():
             if re.search(r"(^|_)(path|folder|dir|files?)$", key):
@@ -278,7 +286,7 @@ two = {{ transforms.prores.residual_schedule.path = "2.csv" }}
     assert (sweep.recipe, sweep.results) == (folder / "recipes" / "base.toml", folder / "recipes" / "results")
     assert sweep.folder == Path("out")
     one, two = (sweep.overrides(run) for run in sweep.planned)
-    assert f"--dataset.files=[\"{folder}/recipes/a.txt\", \"b.txt\"]" in one  # fmt: skip
+    assert f'--dataset.files=["{folder}/recipes/a.txt", "b.txt"]' in one
     assert f"--transforms.prores.residual_schedule.path={folder}/recipes/1.csv" in one
     assert '--transforms.prores.residual_schedule.path="2.csv"' in two
     file.write_text(text.format("base.toml"))

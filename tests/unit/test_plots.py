@@ -298,18 +298,35 @@ def test_no_two_commands_write_the_same_file(
     twin = write_run(tmp_path / "elsewhere" / "base")  # of the same name in another folder
     base, prores = map(str, pair)
     commands = [
-        ["alpha"], ["alpha", "--layers", "24"], ["alpha", "--total", "24000"], ["alpha", "--schedule", "linear"],
-        ["alpha", base], ["alpha", "--config", "a.toml"], ["alpha", "--config", "b/a.toml"],
-        ["alpha", "--config", "a.toml", "--training.steps=3"], ["loss", base], ["loss", str(twin)],
-        ["loss", base, prores], ["loss", prores, base], ["loss", f"A={base}"], ["loss", base, "--ema", "0.5"],
+        ["alpha"],
+        ["alpha", "--layers", "24"],
+        ["alpha", "--total", "24000"],
+        ["alpha", "--schedule", "linear"],
+        ["alpha", base],
+        ["alpha", "--config", "a.toml"],
+        ["alpha", "--config", "b/a.toml"],
+        ["alpha", "--config", "a.toml", "--training.steps=3"],
+        ["loss", base],
+        ["loss", str(twin)],
+        ["loss", base, prores],
+        ["loss", prores, base],
+        ["loss", f"A={base}"],
+        ["loss", base, "--ema", "0.5"],
         ["gap", base, prores],
-        ["activation", base], ["activation", base, "--linear"], ["activation", base, "--key", "layer_grad_norm"],
-        ["metric", base, "--key", "activation_norm"], ["metric", base, "--key", "loss"],
-        ["metric", base, "--key", "loss", "--key", "lr"], ["metric", base, "--key", "loss", "--x", "hours"],
-        ["metric", base, "--key", "loss", "--log-x"], ["metric", base, "--key", "alpha", "--layer", "1"],
-        ["cosine", base], ["cosine", base, "--checkpoints", "1", "2"], ["depth", base],
+        ["activation", base],
+        ["activation", base, "--linear"],
+        ["activation", base, "--key", "layer_grad_norm"],
+        ["metric", base, "--key", "activation_norm"],
+        ["metric", base, "--key", "loss"],
+        ["metric", base, "--key", "loss", "--key", "lr"],
+        ["metric", base, "--key", "loss", "--x", "hours"],
+        ["metric", base, "--key", "loss", "--log-x"],
+        ["metric", base, "--key", "alpha", "--layer", "1"],
+        ["cosine", base],
+        ["cosine", base, "--checkpoints", "1", "2"],
+        ["depth", base],
         ["depth", base, "--window", "9"],
-    ]  # fmt: skip
+    ]
 
     def place(arguments: list[str]) -> Path:
         options, options.overrides = command.parser().parse_known_args(arguments)
@@ -456,7 +473,7 @@ def test_saved_as_png_and_svg(pair: tuple[Path, Path], tmp_path: Path, capsys: p
         (["loss", "{empty}"], "metrics.jsonl has no rows"),
         (["loss", "{base}", "--output", "{base}/metrics.jsonl/x"], "--output = '{base}/metrics.jsonl/x': cannot be"),
     ],
-)  # fmt: skip
+)
 def test_wrong_command_is_one_line(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

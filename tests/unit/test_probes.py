@@ -122,8 +122,9 @@ def test_branches_that_are_off_have_ratio_0_and_no_direction() -> None:
     made = Transformed()
     made.gradients(0)
     assert prepared(BranchRatio, made).look(2) == {
-        "branch_ratio_attention": [0.0] * N_LAYERS, "branch_ratio_ffn": [0.0] * N_LAYERS
-    }  # fmt: skip
+        "branch_ratio_attention": [0.0] * N_LAYERS,
+        "branch_ratio_ffn": [0.0] * N_LAYERS,
+    }
     held = probing(made)
     tokens_BS = held.tokens(2)
     off = held.residual_directions(tokens_BS)

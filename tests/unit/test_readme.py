@@ -77,9 +77,11 @@ def test_the_plain_loop() -> None:
     x = torch.randn(2, 4)
     optimizer = type("", (), {"step": lambda s: None, "zero_grad": lambda s: None})()
     names = {
-        "MyTransformer": MyTransformer, "batches": [(x, x)] * 4, "loss_fn": nn.functional.mse_loss,
+        "MyTransformer": MyTransformer,
+        "batches": [(x, x)] * 4,
+        "loss_fn": nn.functional.mse_loss,
         "optimizer": optimizer,
-    }  # fmt: skip
+    }
     exec(loop, names)
     assert names["prores"].values.tolist() == [torch.tensor(3 / (1000 * n)).item() for n in (1, 2, 3)]
 

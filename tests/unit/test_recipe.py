@@ -70,8 +70,10 @@ def test_values_and_their_origins(tmp_path):
     assert recipe.slots["loss"].name == "cross_entropy" and where["loss.name"] == "components/defaults.toml:14"
     schedule = recipe.sets["transforms"][0].config.residual_schedule
     assert (schedule.name, schedule.config.total, schedule.key) == (
-        "stagewise-L", 12.0, "transforms.prores.residual_schedule",
-    )  # fmt: skip
+        "stagewise-L",
+        12.0,
+        "transforms.prores.residual_schedule",
+    )
     assert where["transforms.prores.residual_schedule.total"] == "recipe.toml:5"
     assert [group.lr_scale for group in recipe.slots["optimizer"].config.groups] == [1.0, 2.0]
     assert where["optimizer.groups.1.lr_scale"] == "recipe.toml:19"
@@ -160,9 +162,10 @@ def test_plan_mesh_against_all_products():
     for world_size in (1, 2, 6, 8):
         for degrees in itertools.product((-1, 1, 2, 3, 4), repeat=3):
             given = Parallelism(
-                data_parallel_replicate_degree=degrees[0], data_parallel_shard_degree=degrees[1],
+                data_parallel_replicate_degree=degrees[0],
+                data_parallel_shard_degree=degrees[1],
                 tensor_parallel_degree=degrees[2],
-            )  # fmt: skip
+            )
             fitting = [
                 found
                 for found in itertools.product(range(1, 9), repeat=3)

@@ -88,10 +88,7 @@ def test_a_module_and_a_reference(tmp_path, clean, monkeypatch):
     assert registry.lookup("lr_scheduler", "module_half") is registry.lookup("lr_scheduler", "my_parts.half:Half")
     with pytest.raises(ConfigError, match=r"my_parts.half has no Hafl; did you mean Half\?"):
         registry.lookup("lr_scheduler", "my_parts.half:Hafl")
-    with pytest.raises(
-        ConfigError,
-        match="is not a valid model component: Half lacks init_rules, fill_buffers, ",
-    ):
+    with pytest.raises(ConfigError, match="is not a valid model component: Half lacks init_rules, fill_buffers, "):
         registry.lookup("model", "my_parts.half:Half")
 
 
@@ -123,11 +120,13 @@ def test_an_installed_distribution(tmp_path):
     ("source", "problem"),
     [
         ("1 / 0", "entry point parts = 'broken_parts': cannot be loaded: ZeroDivisionError: division by zero"),
-        (SCHEDULE.format(name="wsd", cls="Mine"),
-         "lr_scheduler.wsd: broken_parts.Mine cannot be registered under a name that "
-         "components.lr_scheduler.warmup_decay.WarmupStableDecay already has"),
+        (
+            SCHEDULE.format(name="wsd", cls="Mine"),
+            "lr_scheduler.wsd: broken_parts.Mine cannot be registered under a name that "
+            "components.lr_scheduler.warmup_decay.WarmupStableDecay already has",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_distribution_that_is_in_the_way(tmp_path, source, problem):
     site = distribution(tmp_path / "site", "broken-parts", "broken_parts")
     (site / "broken_parts.py").write_text(source)

@@ -21,17 +21,27 @@ DEBUG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 SAME = {"model", "tokenizer", "dataset", "loss"}
 FREE_IN_SAME = {
     "model.flavor",  # a name for sizes, which are compared themselves
-    "tokenizer.path", "dataset.files",  # where it lies; what it holds is compared, as the tokens that it gives
+    "tokenizer.path",
+    "dataset.files",  # where it lies; what it holds is compared, as the tokens that it gives
     "transforms.prores.residual_schedule.path",  # as above: its content has a hash, which is compared
     "transforms.prores.residual_schedule.lr",  # as any other learning rate
     "dataset.max_skipped_records",  # as files: the tokens are compared
-    "dataset.cache_folder", "dataset.num_workers", "dataset.shard_tokens", "dataset.verify",
-}  # fmt: skip
+    "dataset.cache_folder",
+    "dataset.num_workers",
+    "dataset.shard_tokens",
+    "dataset.verify",
+}
 SAME_IN_FREE = {
-    "training.seed", "training.seq_len",
-    "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.groups",
-    "transforms.prores.residual_schedule", "transforms.prores.start",
-}  # fmt: skip
+    "training.seed",
+    "training.seq_len",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.groups",
+    "transforms.prores.residual_schedule",
+    "transforms.prores.start",
+}
 
 
 def must_stay(key: str) -> bool:

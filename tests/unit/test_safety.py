@@ -17,21 +17,42 @@ SOURCES = sorted(
 NEVER = {
     **dict.fromkeys(["eval", "exec", "compile", "__import__"], "runs text as code"),
     **dict.fromkeys(
-        ["pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "dill.load",
-         "dill.loads", "cloudpickle.load", "cloudpickle.loads", "joblib.load", "pandas.read_pickle",
-         "torch.storage._load_from_bytes", "torch.package.PackageImporter", "torch.jit.load", "torch.hub.load"],
+        [
+            "pickle.load",
+            "pickle.loads",
+            "pickle.Unpickler",
+            "marshal.load",
+            "marshal.loads",
+            "shelve.open",
+            "dill.load",
+            "dill.loads",
+            "cloudpickle.load",
+            "cloudpickle.loads",
+            "joblib.load",
+            "pandas.read_pickle",
+            "torch.storage._load_from_bytes",
+            "torch.package.PackageImporter",
+            "torch.jit.load",
+            "torch.hub.load",
+        ],
         "runs what a file says",
     ),
     **dict.fromkeys(["yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all"], "makes objects of any class"),
     **dict.fromkeys(
-        ["os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput",
-         "asyncio.create_subprocess_shell"], "goes through a shell",
+        [
+            "os.system",
+            "os.popen",
+            "subprocess.getoutput",
+            "subprocess.getstatusoutput",
+            "asyncio.create_subprocess_shell",
+        ],
+        "goes through a shell",
     ),
     **dict.fromkeys(
         ["os.path.expanduser", "os.path.expandvars", "*.expanduser", "*.expandvars"], "makes another path of a path"
     ),
     **dict.fromkeys(["importlib.import_module", "importlib.util.spec_from_file_location"], "imports by name"),
-}  # fmt: skip
+}
 
 # File and name that may be in it, and why.
 ALLOWED = {
@@ -93,8 +114,11 @@ def faults(source: str) -> Iterator[tuple[int, str, str]]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
 def test_nothing_that_runs_what_a_file_says(path: Path) -> None:
     place = path.relative_to(REPOSITORY).as_posix()
-    found = [f"{place}:{line}: {name} {fault}" for line, name, fault in faults(path.read_text())
-             if (place, name) not in ALLOWED]  # fmt: skip
+    found = [
+        f"{place}:{line}: {name} {fault}"
+        for line, name, fault in faults(path.read_text())
+        if (place, name) not in ALLOWED
+    ]
     assert not found
 
 

@@ -112,19 +112,20 @@ def test_every_usual_type_is_set_and_written_back():
         ({"sequence": "abc"}, "s.sequence = 'abc': must be of type list of string, not string"),
         ({"table": {"k": [1, "a"]}}, "s.table.k.1 = 'a': must be of type int, not string"),
         ({"path": 1}, "s.path = 1: must be of type path, not int"),
-        ({"color": "bleu"},
-         "s.color = 'bleu': is none of the choices (allowed: \"red\", \"blue\"); did you mean blue?"),
+        ({"color": "bleu"}, 's.color = \'bleu\': is none of the choices (allowed: "red", "blue"); did you mean blue?'),
         ({"colors": ["red", 1]}, 's.colors.1 = 1: is none of the choices (allowed: "red", "blue")'),
         ({"choice": 1}, "s.choice = 1: must be of type list of string | string"),
         ({"other": [[1], ["a"]]}, "s.other = [[1], ['a']]: must be of type table of int | list of list of int"),
-        ({"inners": [{"number": 1}, {"nubmer": 2, "number": 3}]},
-         "s.inners.1.nubmer = 2: unknown key; did you mean s.inners.1.number?"),
+        (
+            {"inners": [{"number": 1}, {"nubmer": 2, "number": 3}]},
+            "s.inners.1.nubmer = 2: unknown key; did you mean s.inners.1.number?",
+        ),
         ({"named": {"k": {"number": "a"}}}, "s.named.k.number = 'a': must be of type int, not string"),
         ({"nested": {"k": [[1, 2]]}}, "s.nested.k.0.1 = 2: must be of type string, not int"),
         ({"positive": 0}, "s.positive = 0: must be greater than 0"),
         ({"short": ["a", "b", "c"]}, "s.short = ['a', 'b', 'c']: must have at most 2 values"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_said_once(raw, message):
     assert resolved(Usual, raw) == (None, [message])
 

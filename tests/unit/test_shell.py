@@ -71,12 +71,15 @@ def test_streams_that_a_caller_has_put_there_stay(capsys: pytest.CaptureFixture[
     assert sys.stdout is ours and capsys.readouterr().out == "seen\n"
 
 
-@pytest.mark.parametrize("error, status, said", [
-    (ConfigError("a.b", "is wrong"), 2, "error: a.b: is wrong\n"),
-    (ConfigErrors([ConfigError("a", "x"), ConfigError("b", "y")]), 2, "error: a: x\nerror: b: y\n2 errors\n"),
-    (PermissionError(13, "Permission denied", "/there"), 2, "error: /there: Permission denied\n"),
-    (KeyboardInterrupt(), 130, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, status, said",
+    [
+        (ConfigError("a.b", "is wrong"), 2, "error: a.b: is wrong\n"),
+        (ConfigErrors([ConfigError("a", "x"), ConfigError("b", "y")]), 2, "error: a: x\nerror: b: y\n2 errors\n"),
+        (PermissionError(13, "Permission denied", "/there"), 2, "error: /there: Permission denied\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
 def test_what_ends_a_command(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> int:
         raise error

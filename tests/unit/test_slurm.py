@@ -28,10 +28,14 @@ def submitted(folder: Path, *arguments: str) -> list[str]:
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (programs / name).chmod(0o755)
     environment = {
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "HOME": str(folder / "home"),
-        "SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_GPUS_ON_NODE": "8",
-    }  # fmt: skip
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(folder / "home"),
+        "SLURM_SUBMIT_DIR": str(checkout),
+        "SLURM_JOB_ID": "41234",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
     subprocess.run(["bash", str(SCRIPT), *arguments], env=environment, check=True, timeout=30)
     assert (folder / "where").read_text().strip() == str(checkout) and not list(checkout.iterdir())
     assert (folder / "asked").read_text().split() == ["show", "hostnames", "node-[1-2]"]
@@ -41,9 +45,17 @@ def submitted(folder: Path, *arguments: str) -> list[str]:
 def test_arguments_arrive_as_they_were_given(tmp_path: Path) -> None:
     """Blanks, quotes, globs and what a shell would run are no matter of this script."""
     arguments = [
-        "--config", "my recipes/run one.toml", "--job.description=$(touch ran) `touch ran` ; touch ran",
-        "--dataset.files=['data/**/*.jsonl', \"$HOME/x y.txt\"]", "--job.dump_folder=~/run", "", "*", "a\nb", "\\", "'",
-    ]  # fmt: skip
+        "--config",
+        "my recipes/run one.toml",
+        "--job.description=$(touch ran) `touch ran` ; touch ran",
+        "--dataset.files=['data/**/*.jsonl', \"$HOME/x y.txt\"]",
+        "--job.dump_folder=~/run",
+        "",
+        "*",
+        "a\nb",
+        "\\",
+        "'",
+    ]
     given = submitted(tmp_path, *arguments)
     at = given.index("first-node:21234")
     assert given[at + 1 :] == arguments

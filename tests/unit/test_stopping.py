@@ -125,13 +125,16 @@ def test_a_forked_worker_ends_as_it_always_would(request_: StopRequest) -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
 
 
-@pytest.mark.parametrize("size, signalled, age, seconds, ends", [
-    (1, None, 0, 100, None),
-    (1, "SIGTERM", 0, 1, "SIGTERM"),
-    (2, "SIGTERM", 1, 1, None),  # the others may be in a collective, and it joins them once its data are there
-    (2, "SIGTERM", 6, 6, "SIGTERM"),
-    (2, None, 0, 111, "no batch for 111 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, signalled, age, seconds, ends",
+    [
+        (1, None, 0, 100, None),
+        (1, "SIGTERM", 0, 1, "SIGTERM"),
+        (2, "SIGTERM", 1, 1, None),  # the others may be in a collective, and it joins them once its data are there
+        (2, "SIGTERM", 6, 6, "SIGTERM"),
+        (2, None, 0, 111, "no batch for 111 s"),
+    ],
+)
 def test_waiting_for_data_can_be_stopped(
     size: int, signalled: str | None, age: float, seconds: float, ends: str | None
 ) -> None:

@@ -60,9 +60,7 @@ def test_matrix_is_every_combination() -> None:
 
 def test_sample_has_every_pair() -> None:
     def pairs(cells: list[Cell], axes: list[str]) -> set[tuple[tuple[str, str], ...]]:
-        return {
-            pair for cell in cells for pair in combinations([(axis, getattr(cell, axis)) for axis in axes], 2)
-        }  # fmt: skip
+        return {pair for cell in cells for pair in combinations([(axis, getattr(cell, axis)) for axis in axes], 2)}
 
     assert pairs(SAMPLE, list(AXES)) == pairs(CELLS, list(AXES))
     both = [[cell for cell in cells if cell.mesh == "fsdp2xtp2"] for cells in (SAMPLE, CELLS)]
@@ -74,9 +72,13 @@ def test_judge() -> None:
     reference = a_run()
     assert judge(EAGER, a_run(w2=0.9e-5), reference)["status"] == "passed"
     assert judge(EAGER, a_run(w2=2e-5), reference) == {
-        "gradient_error": 2e-5, "gradient_tolerance": 1e-5, "loss_error": 0.0, "loss_tolerance": 1e-5,
-        "status": "failed", "reason": "gradient of w in step 2",
-    }  # fmt: skip
+        "gradient_error": 2e-5,
+        "gradient_tolerance": 1e-5,
+        "loss_error": 0.0,
+        "loss_tolerance": 1e-5,
+        "status": "failed",
+        "reason": "gradient of w in step 2",
+    }
     assert judge(COMPILED, a_run(w2=2e-5), reference)["status"] == "passed"
     assert judge(EAGER, a_run(loss=2e-5), reference)["reason"] == "loss of step 3"
     assert judge(EAGER, a_run(loss=float("nan")), reference)["status"] == "failed"

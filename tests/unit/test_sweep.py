@@ -67,19 +67,24 @@ def test_without_grids_all_of_them_with_pairs_together(read) -> None:
     found = names(read())
     assert len(found) == len(set(found)) == 2 * 2 * 3 * 2
     assert found[:3] == [
-        "norm=pre,lr=0.0005,prores=off,seed=0", "norm=pre,lr=0.0005,prores=on,seed=0",
+        "norm=pre,lr=0.0005,prores=off,seed=0",
+        "norm=pre,lr=0.0005,prores=on,seed=0",
         "norm=pre,lr=0.0005,prores=off,seed=1",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_run_s_overrides_make_its_recipe(read, tmp_path: Path) -> None:
     sweep = read("[settings]\ntraining.steps = 7\n")
     run = next(run for run in sweep.planned if run.name == "norm=post,lr=0.001,prores=on,seed=2")
     assert sweep.overrides(run) == [
-        "--training.steps=7", "--model.norm=post", "--lr_scheduler.warmup_steps=3", "--optimizer.lr=0.001",
-        "--transforms.prores.enabled=true", "--training.seed=2",
+        "--training.steps=7",
+        "--model.norm=post",
+        "--lr_scheduler.warmup_steps=3",
+        "--optimizer.lr=0.001",
+        "--transforms.prores.enabled=true",
+        "--training.seed=2",
         f"--job.dump_folder={tmp_path / 'runs' / run.name}",
-    ]  # fmt: skip
+    ]
     recipe = Book(sweep).recipe(run)
     assert (recipe.training.seed, recipe.training.steps, recipe.slots["model"].config.norm) == (2, 7, "post")
     assert recipe.job.dump_folder == str(tmp_path / "runs" / run.name)
@@ -161,9 +166,21 @@ def test_faults_of_a_file_name_key_and_value(read, change: str, message: str) ->
 
 def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = [
-        "--config", str(DEBUG), "--folder", str(tmp_path), "--axis", "optimizer.lr=1e-3,2e-3", "--axis",
-        "model.norm=pre,post", "--seeds", "0,3", "--pair", "model.norm", "--training.steps=5", "--dry-run",
-    ]  # fmt: skip
+        "--config",
+        str(DEBUG),
+        "--folder",
+        str(tmp_path),
+        "--axis",
+        "optimizer.lr=1e-3,2e-3",
+        "--axis",
+        "model.norm=pre,post",
+        "--seeds",
+        "0,3",
+        "--pair",
+        "model.norm",
+        "--training.steps=5",
+        "--dry-run",
+    ]
     assert command.main(arguments) == 0
     out = capsys.readouterr().out
     assert "# 0 have ended, 8 are left" in out and out.count("--training.steps=5 ") == 8
@@ -195,8 +212,10 @@ def test_columns_have_the_shortest_names_that_tell_axes_apart(tmp_path: Path) ->
     assert titles("optimizer.lr") == ["lr"] and titles("dataset.seed") == ["dataset.seed"], "seed is a column already"
     assert titles("transforms.prores.enabled", "model.name") == ["prores.enabled", "model.name"]
     assert titles("metrics.a.every_steps", "metrics.b.every_steps", "optimizer.lr") == [
-        "a.every_steps", "b.every_steps", "lr",
-    ]  # fmt: skip
+        "a.every_steps",
+        "b.every_steps",
+        "lr",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +229,20 @@ def test_a_duration_is_shown_in_the_unit_that_fits_it(seconds: float, shown: str
 def test_collect_and_list_of_a_sweep_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Short columns, a length in seconds, and where the tables are; a long table is left to its file."""
     arguments = [
-        "--config", str(DEBUG), "--folder", str(tmp_path), "--axis", "optimizer.lr=1e-3,2e-3", "--seeds", "0,1",
-        "--axis", "model.norm=pre,post", "--pair", "model.norm", "--training.steps=20",
-    ]  # fmt: skip
+        "--config",
+        str(DEBUG),
+        "--folder",
+        str(tmp_path),
+        "--axis",
+        "optimizer.lr=1e-3,2e-3",
+        "--seeds",
+        "0,1",
+        "--axis",
+        "model.norm=pre,post",
+        "--pair",
+        "model.norm",
+        "--training.steps=20",
+    ]
     for lr in ("0.001", "0.002"):
         for seed in (0, 1):
             for norm in ("pre", "post"):
@@ -331,8 +361,11 @@ def test_a_finished_run_is_read_and_kept(read, tmp_path: Path) -> None:
     found = book.result(run)
     assert (found.state, found.step, found.seconds) == ("finished", 20, 10.0)
     assert found.final == {
-        "loss": 3.0, "tokens": 20480, "validation_loss": 2.25, "validation_perplexity": math.exp(2.25)
-    }  # fmt: skip
+        "loss": 3.0,
+        "tokens": 20480,
+        "validation_loss": 2.25,
+        "validation_perplexity": math.exp(2.25),
+    }
     assert book.metric(run) == 2.25
     book.keep_all()
     assert book.file(run).stat().st_size < 6000
@@ -421,8 +454,12 @@ def test_damaged_files_of_a_sweep_are_named(read) -> None:
 
 def test_numbers_keep_the_digits_that_tell_them_apart() -> None:
     assert [plan.label(value) for value in (5e-4, 1e-5, 1.0, 0.12345671, 0.12345674)] == [
-        "0.0005", "1e-05", "1", "0.12345671", "0.12345674"
-    ]  # fmt: skip
+        "0.0005",
+        "1e-05",
+        "1",
+        "0.12345671",
+        "0.12345674",
+    ]
 
 
 def test_results_of_other_settings_are_refused(read, tmp_path: Path) -> None:
@@ -484,8 +521,9 @@ options = ["--schedule=linear", "--layers=3"]
     out = capsys.readouterr().out
     drawn = sweep.results / "figures"
     assert "figure norms: waits for" in out and {path.name for path in drawn.iterdir()} == {
-        "schedules.png", "schedules.svg"
-    }  # fmt: skip
+        "schedules.png",
+        "schedules.svg",
+    }
     for lines in sweep.runs_of_plot("norms", book.metric).values():
         assert [(run.values["lr"], run.values["seed"]) for run in lines] == [("0.0005", "0"), ("0.0005", "1")]
         fake_run(sweep.folder / lines[1].name)
@@ -550,12 +588,21 @@ def ended(sweep: Sweep, values: Mapping[str, float | None]) -> list[Result]:
 def test_pairs_are_of_the_same_seed(read) -> None:
     sweep = read('[[beside]]\ncolumn = "paper"\naxis = "norm"\nwhere = { lr = "0.001" }\ncells = { pre = "1 -> 2" }\n')
     pre, post = "norm=pre,lr=0.001,prores={},seed={}", "norm=post,lr=0.001,prores={},seed={}"
-    found = ended(sweep, {
-        pre.format("off", 0): 2.0, pre.format("on", 0): 1.9, pre.format("off", 1): 3.0, pre.format("on", 1): 3.3,
-        pre.format("off", 2): 9.0,  # without its counterpart
-        post.format("off", 0): 2.0, post.format("on", 0): None, post.format("off", 1): 2.0, post.format("on", 1): 1.0,
-        "norm=pre,lr=0.0005,prores=off,seed=0": 2.5,
-    })  # fmt: skip
+    found = ended(
+        sweep,
+        {
+            pre.format("off", 0): 2.0,
+            pre.format("on", 0): 1.9,
+            pre.format("off", 1): 3.0,
+            pre.format("on", 1): 3.3,
+            pre.format("off", 2): 9.0,  # without its counterpart
+            post.format("off", 0): 2.0,
+            post.format("on", 0): None,
+            post.format("off", 1): 2.0,
+            post.format("on", 1): 1.0,
+            "norm=pre,lr=0.0005,prores=off,seed=0": 2.5,
+        },
+    )
     cells = {cell.values["norm"] + cell.values["lr"]: cell for cell in statistics.cells(found, sweep.pair)}
     assert cells["pre0.001"].differences("validation_loss") == pytest.approx({"0": -0.1, "1": 0.3})
     assert cells["post0.001"].differences("validation_loss") == {"1": -1.0}

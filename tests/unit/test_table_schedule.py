@@ -16,9 +16,14 @@ DEBUG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 KEY = "transforms.prores.residual_schedule"
 TABLE = "step,alpha_1,alpha_2,alpha_3,alpha_4\n10,0.5,0.25,0,1\n20,1,0.25,0,1\n40,1,1,0.5,0\n"
 BY_HAND = {
-    0: [0.5, 0.25, 0, 1], 10: [0.5, 0.25, 0, 1], 15: [0.75, 0.25, 0, 1], 20: [1, 0.25, 0, 1],
-    25: [1, 0.4375, 0.125, 0.75], 40: [1, 1, 0.5, 0], 10**9: [1, 1, 0.5, 0],
-}  # fmt: skip
+    0: [0.5, 0.25, 0, 1],
+    10: [0.5, 0.25, 0, 1],
+    15: [0.75, 0.25, 0, 1],
+    20: [1, 0.25, 0, 1],
+    25: [1, 0.4375, 0.125, 0.75],
+    40: [1, 1, 0.5, 0],
+    10**9: [1, 1, 0.5, 0],
+}
 
 
 def recipe_of(path: Path | str, *overrides: str):
@@ -38,9 +43,12 @@ def written(folder: Path, text: str | bytes, name: str = "alpha.csv") -> Path:
 
 
 VARIANTS = {
-    "plain": TABLE, "BOM": "\ufeff" + TABLE, "CRLF and empty lines": TABLE.replace("\n", "\r\n\r\n"),
-    "spaces": TABLE.replace(",", " , "), "quotes": TABLE.replace("0.25", '"2.5e-1"'),
-}  # fmt: skip
+    "plain": TABLE,
+    "BOM": "\ufeff" + TABLE,
+    "CRLF and empty lines": TABLE.replace("\n", "\r\n\r\n"),
+    "spaces": TABLE.replace(",", " , "),
+    "quotes": TABLE.replace("0.25", '"2.5e-1"'),
+}
 
 
 @pytest.mark.parametrize("text", VARIANTS.values(), ids=VARIANTS)

@@ -118,9 +118,10 @@ def test_a_plan_that_does_not_add_up_is_refused_by_check(monkeypatch, capfd):
 
     monkeypatch.setattr(Llama, "tensor_parallel_plan", without_gather)
     tree = config.load(
-        REPOSITORY / "train_configs/debug.toml", ["--parallelism.tensor_parallel_degree=2"],
+        REPOSITORY / "train_configs/debug.toml",
+        ["--parallelism.tensor_parallel_degree=2"],
         registry.builtin_folder() / "defaults.toml",
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError, match="does not run as its tensor-parallel plan splits it"):
         report(resolve(tree, 2), 2)
     assert "Traceback" not in capfd.readouterr().err

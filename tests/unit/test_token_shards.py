@@ -80,8 +80,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 def test_every_document_is_in_one_split_with_its_end_marked(tmp_path):
     said = []
     cache = make(tmp_path, say=said.append)
-    held_out = [t for t in TEXTS if int.from_bytes(hashlib.blake2b(t.encode(), digest_size=6).digest(), "little")
-                < 0.2 * 2**48]  # fmt: skip
+    held_out = [
+        t for t in TEXTS if int.from_bytes(hashlib.blake2b(t.encode(), digest_size=6).digest(), "little") < 0.2 * 2**48
+    ]
     assert 30 < len(held_out) < 90
     assert documents(cache.validation) == held_out
     assert documents(cache.train) == [t for t in TEXTS if t not in held_out]
@@ -413,11 +414,18 @@ def test_crafted_index_is_refused_by_name(tmp_path, edit):
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 10**6, b'{"format":' * 10**5, b"", b"\x80\x04cos\nsystem\n(S'x'\ntR.", b"\xff\xfe{}", b"[]",
-        b'{"format": ' + b"9" * 10**5 + b"}", b'{"format": NaN}', b" " * (1 << 26) + b" ",
+        b"[" * 10**6,
+        b'{"format":' * 10**5,
+        b"",
+        b"\x80\x04cos\nsystem\n(S'x'\ntR.",
+        b"\xff\xfe{}",
+        b"[]",
+        b'{"format": ' + b"9" * 10**5 + b"}",
+        b'{"format": NaN}',
+        b" " * (1 << 26) + b" ",
     ],
     ids=["deep list", "deep table", "empty", "pickle", "no UTF-8", "list", "long number", "NaN", "large"],
-)  # fmt: skip
+)
 def test_index_that_is_none_is_refused_by_name(tmp_path, content):
     folder = make(tmp_path).folder
     (folder / "index.json").write_bytes(content)

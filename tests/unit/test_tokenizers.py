@@ -134,9 +134,11 @@ def test_presets_split_as_the_published_encodings_do(make):
             for end in range(2, len(raw) + 1):
                 ranks.setdefault(raw[:end], len(ranks))
         encoding = tiktoken.Encoding(
-            "x", pat_str=make("tiktoken_file", pattern=pattern).encoding._pat_str, mergeable_ranks=ranks,
+            "x",
+            pat_str=make("tiktoken_file", pattern=pattern).encoding._pat_str,
+            mergeable_ranks=ranks,
             special_tokens={},
-        )  # fmt: skip
+        )
         text = "".join(pieces)
         assert [encoding.decode([i]) for i in encoding.encode_ordinary(text)] == pieces
 

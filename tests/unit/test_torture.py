@@ -23,8 +23,9 @@ def test_plan_is_a_function_of_the_seed() -> None:
     weights = sum(kind.weight for kind in KINDS.values())
     assert {fault.kind for fault in faults[:weights]} == set(KINDS)
     assert {fault.kind for chain in itertools.islice(plan(0, ["flip", "kill"]), 3) for fault in chain.faults} == {
-        "flip", "kill",
-    }  # fmt: skip
+        "flip",
+        "kill",
+    }
     every = [each for chain in first(3) for each in chain.rounds]
     assert {each.mode for each in every} == set(torture.async_modes()) and {each.workers for each in every} == {0, 2}
 

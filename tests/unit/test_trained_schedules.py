@@ -45,11 +45,7 @@ def logits_of(model: nn.Module) -> nn.Parameter:
 
 @pytest.mark.parametrize(
     ("depth", "expected"),
-    [
-        ("constant", [0.4] * 4),
-        ("1/l", [0.4, 0.2, 0.4 / 3, 0.1]),
-        ("1/sqrt(l)", [0.4, 0.4 / 2**0.5, 0.4 / 3**0.5, 0.2]),
-    ],
+    [("constant", [0.4] * 4), ("1/l", [0.4, 0.2, 0.4 / 3, 0.1]), ("1/sqrt(l)", [0.4, 0.4 / 2**0.5, 0.4 / 3**0.5, 0.2])],
 )
 def test_start_by_hand(depth: str, expected: list[float]) -> None:
     schedule = LearnedSchedule(4, start=0.4, depth=depth)
@@ -288,9 +284,15 @@ def test_bounds_without_any_measurement() -> None:
     """Layers begin at 0, 6 and 12; a pure function of the step, in whatever order it is asked."""
     schedule = adaptive(floor=0.2)
     expected = {
-        16: [1, 1, 1], 0: [0.2] * 3, 2: [0.6, 0.2, 0.2], 6: [1, 0.2, 0.2], 7: [1, 0.4, 0.2], 12: [1, 1, 0.2],
-        14: [1, 1, 0.6], 10**9: [1] * 3,
-    }  # fmt: skip
+        16: [1, 1, 1],
+        0: [0.2] * 3,
+        2: [0.6, 0.2, 0.2],
+        6: [1, 0.2, 0.2],
+        7: [1, 0.4, 0.2],
+        12: [1, 1, 0.2],
+        14: [1, 1, 0.6],
+        10**9: [1] * 3,
+    }
     for step, alpha in expected.items():
         np.testing.assert_allclose(schedule(step), alpha, rtol=1e-12)
 
@@ -377,9 +379,15 @@ def test_state_goes_through_json_and_on_as_before() -> None:
     second.load_state({})
     assert second.state() == adaptive().state()
     for wrong in (
-        {"begun": [0, 1, 2, 3]}, {"begun": []}, {"begun": None}, {"begun": [1]}, {"begun": [0, 5, 3]},
-        {"begun": [0, 1.5]}, {"mean": [1.0]}, {"change": "x"},
-    ):  # fmt: skip
+        {"begun": [0, 1, 2, 3]},
+        {"begun": []},
+        {"begun": None},
+        {"begun": [1]},
+        {"begun": [0, 5, 3]},
+        {"begun": [0, 1.5]},
+        {"mean": [1.0]},
+        {"change": "x"},
+    ):
         with pytest.raises(ValueError, match="state of an adaptive schedule"):
             second.load_state(wrong)
 

@@ -34,8 +34,11 @@ HOOKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "load_states": (({}, 3), {}),
 }
 # Hooks of a transform behind them, in the order in which one of them calls these.
-BEHIND = {"apply": ("apply", "verify", "init_rules", "describe"), "states": ("state",),
-          "load_states": ("load_state", "after_load", "before_step")}  # fmt: skip
+BEHIND = {
+    "apply": ("apply", "verify", "init_rules", "describe"),
+    "states": ("state",),
+    "load_states": ("load_state", "after_load", "before_step"),
+}
 
 
 def noting(name: str, phase: Phase) -> Transform:
@@ -93,9 +96,16 @@ def test_what_is_of_one_phase_stays_in_the_order_given() -> None:
 
 
 def test_a_recipe_gives_them_in_that_order() -> None:
-    tree = config.load(None, ["--transforms.compile.enabled=true", "--transforms.prores.enabled=true",
-                              "--transforms.prores.residual_schedule.T=2", "--model.flavor=debug"],
-                       registry.builtin_folder() / "defaults.toml")  # fmt: skip
+    tree = config.load(
+        None,
+        [
+            "--transforms.compile.enabled=true",
+            "--transforms.prores.enabled=true",
+            "--transforms.prores.residual_schedule.T=2",
+            "--model.flavor=debug",
+        ],
+        registry.builtin_folder() / "defaults.toml",
+    )
     recipe = resolve(tree)
     assert [part.name for part in recipe.sets["transforms"]] == ["compile", "prores"]
     built = build_components(recipe, plan_mesh(recipe.parallelism, 1))

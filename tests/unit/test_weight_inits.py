@@ -127,8 +127,10 @@ def test_deepscale_holds_variances_at_192_layers(feed_forward: str, least: float
     if feed_forward == "relu":
         use_relu(model)
     outputs, gradients = variances(model)
-    print(f"{feed_forward}: output variance {min(outputs):.3f} to {max(outputs):.3f}, "
-          f"gradient variance {min(gradients):.3f} to {max(gradients):.3f}")  # fmt: skip
+    print(
+        f"{feed_forward}: output variance {min(outputs):.3f} to {max(outputs):.3f}, "
+        f"gradient variance {min(gradients):.3f} to {max(gradients):.3f}"
+    )
     assert len(outputs) == DEPTH and 0.5 <= min(outputs) <= max(outputs) <= 2
     assert least <= min(gradients) <= max(gradients) <= most
 
@@ -136,8 +138,11 @@ def test_deepscale_holds_variances_at_192_layers(feed_forward: str, least: float
 @pytest.mark.slow
 def test_deepscale_needs_its_placement_and_its_init() -> None:
     """Negative controls: Pre-LN with either init, and the placement with another init, leave the bound."""
-    for settings in ({"norm": "pre", "init": "normal"}, {"norm": "pre", "init": "deepscale"},
-                     {"norm": "deepscale", "init": "normal"}):  # fmt: skip
+    for settings in (
+        {"norm": "pre", "init": "normal"},
+        {"norm": "pre", "init": "deepscale"},
+        {"norm": "deepscale", "init": "normal"},
+    ):
         outputs, _ = variances(deep(**settings))
         assert min(outputs) < 0.5 or max(outputs) > 2, settings
         ratio = max(outputs) / min(outputs)

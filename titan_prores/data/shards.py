@@ -215,8 +215,10 @@ def _read_index(path: Path) -> _Index:
 def _check_size(shard: Shard, dtype: np.dtype) -> None:
     found = _size(shard.path)
     if found != shard.n_bytes or shard.n_bytes != shard.n_tokens * dtype.itemsize:
-        raise _damaged(shard.path, f"has {found:,} bytes where the index says {shard.n_tokens:,} tokens "
-                                   f"and {shard.n_bytes:,} bytes")  # fmt: skip
+        raise _damaged(
+            shard.path,
+            f"has {found:,} bytes where the index says {shard.n_tokens:,} tokens and {shard.n_bytes:,} bytes",
+        )
 
 
 def _size(path: Path) -> int:
@@ -295,15 +297,21 @@ def prepare(
 def _open(folder: Path, tokenizer: Tokenizer) -> TokenCache:
     cache = TokenCache.open(folder)
     if (cache.n_vocab, cache.train.eot_id) != (tokenizer.n_vocab, tokenizer.eot_id):
-        raise _damaged(folder / INDEX, f"is of another tokenizer: {cache.n_vocab:,} tokens, of which "
-                                       f"{cache.train.eot_id:,} ends a document")  # fmt: skip
+        raise _damaged(
+            folder / INDEX,
+            f"is of another tokenizer: {cache.n_vocab:,} tokens, of which {cache.train.eot_id:,} ends a document",
+        )
     return cache
 
 
 def _key(dataset: Dataset, tokenizer: Tokenizer, config: DatasetSection) -> str:
     parts = [
-        FORMAT_VERSION, dataset.fingerprint(), tokenizer.fingerprint(), config.validation_fraction, config.shard_tokens
-    ]  # fmt: skip
+        FORMAT_VERSION,
+        dataset.fingerprint(),
+        tokenizer.fingerprint(),
+        config.validation_fraction,
+        config.shard_tokens,
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -85,10 +85,12 @@ def output(options: argparse.Namespace) -> Path:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="plot.py", description="Draw figures from run folders, as PNG and as SVG.", allow_abbrev=False,
+        prog="plot.py",
+        description="Draw figures from run folders, as PNG and as SVG.",
+        allow_abbrev=False,
         epilog="Exit status: 0 drawn, 2 the command is wrong or a run lacks what it takes. plot.py COMMAND --help says "
         "more. matplotlib comes with the extra titan-prores[plot].",
-    )  # fmt: skip
+    )
     commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def command(draw: Callable[[argparse.Namespace], Figure]) -> argparse.ArgumentParser:
@@ -97,10 +99,11 @@ def parser() -> argparse.ArgumentParser:
             draw.__name__, help=summary, description=f"{summary} {' '.join(more.split())}", allow_abbrev=False
         )
         added.add_argument(
-            "--output", metavar="PATH",
+            "--output",
+            metavar="PATH",
             help="file to write, in the format that it ends in, or as .png and .svg where it ends in none; below a "
             f"folder, or PATH/, the name says what is drawn ({OUT}/)",
-        )  # fmt: skip
+        )
         added.set_defaults(draw=draw)
         return added
 
@@ -121,10 +124,12 @@ def parser() -> argparse.ArgumentParser:
     gaps.add_argument("runs", nargs="+", metavar="RUN", help=f"the baseline, then the other: {RUNS}")
     for each in (losses, gaps):
         each.add_argument(
-            "--ema", type=_share, metavar="DECAY",
+            "--ema",
+            type=_share,
+            metavar="DECAY",
             help=f"of the moving average ({LARGEST_DECAY}; less on a run of fewer than "
             f"{1 / SHARE / (1 - LARGEST_DECAY):.0f} steps)",
-        )  # fmt: skip
+        )
     metrics = command(metric)
     metrics.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     metrics.add_argument("--key", action="append", required=True, metavar="KEY", help="of the rows; may be repeated")
@@ -135,10 +140,13 @@ def parser() -> argparse.ArgumentParser:
     metrics.add_argument("--log-x", action="store_true", help="logarithmic positions")
     metrics.add_argument("--log-y", action="store_true", help="logarithmic values")
     metrics.add_argument(
-        "--layer", type=_layers, default="all", metavar="L[,L]",
+        "--layer",
+        type=_layers,
+        default="all",
+        metavar="L[,L]",
         help="of keys with a list for each layer: these layers from 1, each in a panel of all runs; or all, each run "
         "in a panel (all)",
-    )  # fmt: skip
+    )
     norms = command(activation)
     norms.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     norms.add_argument("--key", default=NORM, help=f"a list for each layer in the rows ({NORM})")
@@ -146,9 +154,12 @@ def parser() -> argparse.ArgumentParser:
     angles = command(cosine)
     angles.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     angles.add_argument(
-        "--checkpoints", nargs=2, type=_positive, metavar=("FIRST", "SECOND"),
+        "--checkpoints",
+        nargs=2,
+        type=_positive,
+        metavar=("FIRST", "SECOND"),
         help="compare the checkpoints of these two steps instead of what the probe residual_cosine wrote",
-    )  # fmt: skip
+    )
     angles.add_argument("--sequences", type=_positive, default=4, help="with --checkpoints: held-out windows (4)")
     angles.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="with --checkpoints")
     depths = command(depth)
@@ -227,9 +238,12 @@ def _named_alpha(
     for name in names or SCHEDULES:
         if name not in SCHEDULES:
             raise ConfigError(
-                "--schedule", "is no schedule of the paper", value=name, allowed=list(SCHEDULES),
+                "--schedule",
+                "is no schedule of the paper",
+                value=name,
+                allowed=list(SCHEDULES),
                 nearest=nearest(name, SCHEDULES),
-            )  # fmt: skip
+            )
         length = {} if SCHEDULES[name].stages is None else {"T": T, "total": total}
         built[name] = Schedule(name, n_layers, **length)
     longest = max([schedule.total_steps or 0 for schedule in built.values()]) or n_layers * (T or total)
@@ -357,9 +371,10 @@ def pair_up(runs: Sequence[Run]) -> tuple[tuple[str, str], list[tuple[Run, Run]]
         groups.setdefault(run.label, []).append(run)
     if len(groups) != 2:
         raise ConfigError(
-            "RUN", "a gap is between two runs, or between runs of two labels with the same seeds",
+            "RUN",
+            "a gap is between two runs, or between runs of two labels with the same seeds",
             value={label: len(group) for label, group in groups.items()},
-        )  # fmt: skip
+        )
     first, second = (_by_seed(group) for group in groups.values())
     alone = {
         label: sorted(mine.keys() - theirs.keys())
@@ -367,9 +382,10 @@ def pair_up(runs: Sequence[Run]) -> tuple[tuple[str, str], list[tuple[Run, Run]]
     }
     if any(alone.values()):
         raise ConfigError(
-            "RUN", "runs of two labels are paired by training.seed, and only one of them has "
+            "RUN",
+            "runs of two labels are paired by training.seed, and only one of them has "
             + ", ".join(f"{seed} ({label})" for label, seeds in alone.items() for seed in seeds),
-        )  # fmt: skip
+        )
     return tuple(groups), [(first[seed], second[seed]) for seed in sorted(first)]
 
 
@@ -381,9 +397,10 @@ def _by_seed(runs: Sequence[Run]) -> dict[int, Run]:
             raise ConfigError("training.seed", f"is no whole number in the recipe of {run.path}", value=seed)
         if seed in found:
             raise ConfigError(
-                "RUN", f"runs of two labels are paired by training.seed, and {found[seed].path} and {run.path} "
+                "RUN",
+                f"runs of two labels are paired by training.seed, and {found[seed].path} and {run.path} "
                 f"of {run.label} have the same, {seed}",
-            )  # fmt: skip
+            )
         found[seed] = run
     return found
 

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 # Whatever the run was spread over, here it is one process, which only looks.
 ALONE = (
-    "--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=-1",
-    "--parallelism.tensor_parallel_degree=1", "--checkpoint.enabled=true", "--checkpoint.resume='auto'",
-)  # fmt: skip
+    "--parallelism.data_parallel_replicate_degree=1",
+    "--parallelism.data_parallel_shard_degree=-1",
+    "--parallelism.tensor_parallel_degree=1",
+    "--checkpoint.enabled=true",
+    "--checkpoint.resume='auto'",
+)
 
 
 def checkpoint_cosines(run: Path, first: int, second: int, sequences: int, device: str = "auto") -> list[float]:
@@ -68,8 +71,12 @@ def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -
     """The run's model as update `step + 1` would find it, from a checkpoint that nothing is written beside."""
     from titan_prores.trainer import Trainer
 
-    overrides = [*ALONE, f"--job.device={device}", f"--job.dump_folder={scratch}",
-                 f"--checkpoint.init_from={checkpoint.resolve()}"]  # fmt: skip
+    overrides = [
+        *ALONE,
+        f"--job.device={device}",
+        f"--job.dump_folder={scratch}",
+        f"--checkpoint.init_from={checkpoint.resolve()}",
+    ]
     folder = RunFolder(run, is_main=False)
     recipe = resolve(config.load(folder.recipe_file, overrides, registry.builtin_folder() / "defaults.toml"), 1)
     trainer = Trainer(recipe, World(0, 0, 1), own_weights=True)

@@ -26,12 +26,26 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", ":", "-.")  # for labels beyond the colours
 DEPTHS = ("viridis", 0.0, 0.92)  # colour map of layers, shallow to deep, and the part of it that shows on white
 STYLE: dict[str, Any] = {
-    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
-    "legend.fontsize": 9, "legend.title_fontsize": 9, "legend.frameon": False, "lines.linewidth": 1.6,
-    "lines.markersize": 5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.dpi": 100, "savefig.dpi": 140,
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.title_fontsize": 9,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "figure.dpi": 100,
+    "savefig.dpi": 140,
     "svg.hashsalt": "titan-prores",
-}  # fmt: skip
+}
 Series = tuple[np.ndarray, np.ndarray]  # steps and values, [N] each
 PANEL_INCHES = (4.2, 3.0)
 FEW = 40  # values of a line that are marked one by one
@@ -281,7 +295,7 @@ def loss_gap(training: Sequence[Series], validation: Sequence[Series], labels: t
         for pairs, colour, marks, label in (
             (averaged, COLOURS[0], {}, f"training, EMA({decay:.3g})"),
             (validation, COLOURS[1], {"marker": "o", "markevery": None, "markeredgecolor": "white"}, "held out"),
-        ):  # fmt: skip
+        ):
             if len(pairs) > 1:
                 for pair in pairs:
                     _line(axis, *pair, color=colour, alpha=0.35, linewidth=0.8)
@@ -360,9 +374,11 @@ def by_depth(panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) 
             if not any(value > 0 for depths in groups.values() for values in depths.values() for value in values):
                 axis.set_ylim(0, 1)  # shares that are all 0 have no scale of their own, and none is below it
         figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(looks), 2 * len(panels)),
+            *axes[0].get_legend_handles_labels(),
+            loc="outside upper center",
+            ncols=min(len(looks), 2 * len(panels)),
             title="mean and standard deviation of runs; a ring is a run",
-        )  # fmt: skip
+        )
     return figure
 
 
@@ -422,8 +438,9 @@ def _looks(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Label -> color, marker and linestyle, in order of first sight; no two the same up to 32 labels."""
     looks = itertools.cycle(
         {"color": colour, "marker": marker, "linestyle": dashes}
-        for dashes in DASHES for colour, marker in zip(COLOURS, MARKERS, strict=True)
-    )  # fmt: skip
+        for dashes in DASHES
+        for colour, marker in zip(COLOURS, MARKERS, strict=True)
+    )
     return dict(zip(dict.fromkeys(labels), looks, strict=False))
 
 

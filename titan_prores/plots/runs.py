@@ -53,9 +53,11 @@ class Run:
         found = [(row["step"], row[key]) for row in self.rows if key in row and "step" in row] if key in known else []
         if not found:
             raise ConfigError(
-                "", f"no row of {self.path} has {key}; was the part of [metrics] or [validation] on that writes it?",
-                allowed=known, nearest=nearest(key, known),
-            )  # fmt: skip
+                "",
+                f"no row of {self.path} has {key}; was the part of [metrics] or [validation] on that writes it?",
+                allowed=known,
+                nearest=nearest(key, known),
+            )
         steps, values = zip(*found, strict=True)
         try:
             return np.array(steps), np.array(values, dtype=np.float64)

@@ -23,6 +23,15 @@ from titan_prores.prores.schedules import SCHEDULES, Schedule
 from titan_prores.prores.table import TableSchedule
 
 __all__ = [
-    "SCHEDULES", "AdaptiveSchedule", "AlphaMovedError", "AlphaVector", "GradientLeftError", "LearnedSchedule", "ProRes",
-    "ResidualAdd", "ScaledResidualAdd", "Schedule", "TableSchedule",
-]  # fmt: skip
+    "SCHEDULES",
+    "AdaptiveSchedule",
+    "AlphaMovedError",
+    "AlphaVector",
+    "GradientLeftError",
+    "LearnedSchedule",
+    "ProRes",
+    "ResidualAdd",
+    "ScaledResidualAdd",
+    "Schedule",
+    "TableSchedule",
+]

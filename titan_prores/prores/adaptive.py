@@ -44,13 +44,25 @@ class AdaptiveSchedule:
     """
 
     def __init__(
-        self, n_layers: int, *, warmup_steps: int, min_steps: int, max_steps: int, tolerance: float = 0.01,
-        every_steps: int = 10, smoothing: float = 0.8, floor: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        n_layers: int,
+        *,
+        warmup_steps: int,
+        min_steps: int,
+        max_steps: int,
+        tolerance: float = 0.01,
+        every_steps: int = 10,
+        smoothing: float = 0.8,
+        floor: float = 0.0,
+    ) -> None:
         for name, value, lowest in (
-            ("n_layers", n_layers, 1), ("warmup_steps", warmup_steps, 1), ("min_steps", min_steps, 1),
-            ("max_steps", max_steps, min_steps), ("every_steps", every_steps, 1), ("tolerance", tolerance, 0),
-        ):  # fmt: skip
+            ("n_layers", n_layers, 1),
+            ("warmup_steps", warmup_steps, 1),
+            ("min_steps", min_steps, 1),
+            ("max_steps", max_steps, min_steps),
+            ("every_steps", every_steps, 1),
+            ("tolerance", tolerance, 0),
+        ):
             if not lowest <= value < float("inf"):
                 raise ValueError(f"{name} = {value}: must be at least {lowest}")
         for name, value in (("smoothing", smoothing), ("floor", floor)):

@@ -38,9 +38,13 @@ class AlphaVector(nn.Module):
     """
 
     def __init__(
-        self, adds: Sequence[Sequence[ScaledResidualAdd]], device: torch.device, mesh: DeviceMesh | None = None,
-        *, trained: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        adds: Sequence[Sequence[ScaledResidualAdd]],
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        *,
+        trained: bool = False,
+    ) -> None:
         super().__init__()
         # A tuple is no ModuleList: the adds stay children of their blocks alone.
         self.adds = tuple(tuple(layer) for layer in adds)

@@ -216,10 +216,14 @@ def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[Scaled
     expected = {id(m): (m, name) for name, m in model.named_modules() if isinstance(m, ResidualAdd)}
     found = [
         # named_children() would show a module that stands in two places once.
-        [(parent, name, child) for parent in layer.modules() for name, child in parent._modules.items()
-         if isinstance(child, ResidualAdd)]
+        [
+            (parent, name, child)
+            for parent in layer.modules()
+            for name, child in parent._modules.items()
+            if isinstance(child, ResidualAdd)
+        ]
         for layer in layers
-    ]  # fmt: skip
+    ]
     empty = [number for number, sites in enumerate(found, 1) if not sites]
     if empty or not layers:
         which = f"layer {empty[0]} of {len(layers)}" if empty else "the model"

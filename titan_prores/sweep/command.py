@@ -49,9 +49,11 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sweep.py", description="Train a grid of variants of one recipe, and put the results into one table.",
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="sweep.py",
+        description="Train a grid of variants of one recipe, and put the results into one table.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs side by side on this machine")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run alone; may be repeated")
@@ -206,10 +208,14 @@ def draw(book: Book) -> None:
         if left:
             _say(f"figure {plot.name}: waits for {left} runs")
             continue
-        status = plots.main([
-            plot.draw, *(f"{label}={book.file(run).parent}" for label, run in runs), *plot.options,
-            f"--output={sweep.results / 'figures' / plot.name}",
-        ])  # fmt: skip
+        status = plots.main(
+            [
+                plot.draw,
+                *(f"{label}={book.file(run).parent}" for label, run in runs),
+                *plot.options,
+                f"--output={sweep.results / 'figures' / plot.name}",
+            ]
+        )
         if status:
             _say(f"figure {plot.name}: not drawn")
 

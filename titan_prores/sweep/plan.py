@@ -178,9 +178,10 @@ class Sweep:
             self.grids[grid.name] = self._choices(f"grids.{grid.name}", grid.axes)
             if self.pair and self.pair.axis not in self.grids[grid.name]:
                 self._refuse(
-                    f"grids.{grid.name}.axes", f"lacks the axis of the pair, {self.pair.axis}",
+                    f"grids.{grid.name}.axes",
+                    f"lacks the axis of the pair, {self.pair.axis}",
                     allowed=list(self.axes.get(self.pair.axis, ())),
-                )  # fmt: skip
+                )
         for number, rule in enumerate(file.exclude):
             for axis, values in rule.items():
                 for value in values if isinstance(values, tuple) else (values,):
@@ -192,8 +193,9 @@ class Sweep:
         self.plots: dict[str, dict[str, dict[str, list[str] | BestOf]]] = {}
         for plot in file.plots:
             if plot.name in self.plots or not _NAME.fullmatch(plot.name):
-                self._refuse("plots", "a figure cannot have this name", value=plot.name,
-                             allowed=f"each name once, of {_ALLOWED}")  # fmt: skip
+                self._refuse(
+                    "plots", "a figure cannot have this name", value=plot.name, allowed=f"each name once, of {_ALLOWED}"
+                )
             for line in plot.lines:
                 if "=" in line.label:
                     self._refuse(f"plots.{plot.name}", "a label cannot have a =", value=line.label)
@@ -206,10 +208,16 @@ class Sweep:
         if not self.planned:
             raise ConfigErrors([ConfigError("exclude", "leaves no run")])
         if (longest := max((run.name for run in self.planned), key=len)) and len(longest) > LONGEST_NAME:
-            raise ConfigErrors([ConfigError(
-                "axes", f"make the name of a run's folder longer than {LONGEST_NAME} characters", value=longest,
-                allowed="axes with short names and values, in a sweep file",
-            )])  # fmt: skip
+            raise ConfigErrors(
+                [
+                    ConfigError(
+                        "axes",
+                        f"make the name of a run's folder longer than {LONGEST_NAME} characters",
+                        value=longest,
+                        allowed="axes with short names and values, in a sweep file",
+                    )
+                ]
+            )
         for plot, lines in self.plots.items():
             found = self.runs_of_plot(plot, lambda run: None)
             if empty := [label for label in lines if not found[label]]:
@@ -254,9 +262,11 @@ class Sweep:
         for value, changes in table.items():
             if not isinstance(changes, Mapping):
                 self._refuse(
-                    f"axes.{dotted((name, value))}", "must be a part of a recipe", value=changes,
+                    f"axes.{dotted((name, value))}",
+                    "must be a part of a recipe",
+                    value=changes,
                     allowed='a table such as { model.norm = "post" }, or key and values of the whole axis',
-                )  # fmt: skip
+                )
                 continue
             found[self._name(f"axes.{name}", value)] = {
                 dotted(key): self._placed(inner, ("axes", name, value, *key)) for key, inner in flatten(changes).items()
@@ -505,9 +515,14 @@ def load(path: Path) -> Sweep:
 
 
 def from_arguments(
-    recipe: str, folder: str, axes: Sequence[str], seeds: Sequence[int], pair: str | None, metric: str | None,
+    recipe: str,
+    folder: str,
+    axes: Sequence[str],
+    seeds: Sequence[int],
+    pair: str | None,
+    metric: str | None,
     settings: Sequence[str],
-) -> Sweep:  # fmt: skip
+) -> Sweep:
     """A sweep without a file.
 
     Args:

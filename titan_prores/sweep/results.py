@@ -130,9 +130,12 @@ def changed(before: Mapping[str, Any], now: Recipe) -> list[str]:
 def _switched_on(recipe: Mapping[str, Any]) -> set[tuple[str, str]]:
     """The parts that are on, in the sections of which a recipe may have several."""
     return {
-        (section, name) for section in SETS if section not in FREE_SECTIONS
-        for name, table in recipe.get(section, {}).items() if isinstance(table, Mapping) and table.get("enabled", True)
-    }  # fmt: skip
+        (section, name)
+        for section in SETS
+        if section not in FREE_SECTIONS
+        for name, table in recipe.get(section, {}).items()
+        if isinstance(table, Mapping) and table.get("enabled", True)
+    }
 
 
 def relevant(recipe: Recipe) -> dict[str, Any]:
@@ -204,8 +207,12 @@ def read_note(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))["recipe"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError("", f"is damaged ({error}): nothing tells which settings its run has", value=str(file),
-                          allowed="remove the run's folder") from error  # fmt: skip
+        raise ConfigError(
+            "",
+            f"is damaged ({error}): nothing tells which settings its run has",
+            value=str(file),
+            allowed="remove the run's folder",
+        ) from error
 
 
 def write_note(file: Path, note: Mapping[str, Any]) -> None:

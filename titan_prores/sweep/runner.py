@@ -91,17 +91,21 @@ class Book:
             result.kept = []  # so that it is written again
             if file.metric not in result.final:
                 raise ConfigError(
-                    "metric", f"is neither in the result of {run.name} nor in its run folder", value=file.metric,
+                    "metric",
+                    f"is neither in the result of {run.name} nor in its run folder",
+                    value=file.metric,
                     allowed=list(result.final),
-                )  # fmt: skip
+                )
         results.judge(result, file.metric, file.diverged_above)
 
     def _same(self, file: Path, recipe: dict[str, Any], run: Run) -> None:
         if changes := results.changed(recipe, self.recipe(run)):
             raise ConfigError(
-                "", f"is of a run with other settings: {'; '.join(changes[:3])}", value=str(file),
+                "",
+                f"is of a run with other settings: {'; '.join(changes[:3])}",
+                value=str(file),
                 allowed="move it away, or give the sweep another folder",
-            )  # fmt: skip
+            )
 
     def look(self, run: Run) -> Result:
         """What the run's folder tells now."""
@@ -181,9 +185,12 @@ class Runner:
     """
 
     def __init__(
-        self, book: Book, jobs: int = 1, say: Callable[[str], None] = print,
+        self,
+        book: Book,
+        jobs: int = 1,
+        say: Callable[[str], None] = print,
         after_each: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.book, self.sweep, self.jobs = book, book.sweep, jobs
         self.say, self.after_each = say, after_each
         self.stopped: str | None = None
@@ -243,9 +250,12 @@ class Runner:
             running = {child.run.name for child in self._children}
             for run in self.book.runs():
                 if (
-                    not run.waits and run.name not in running and (not wanted or run.name in wanted)
-                    and not self.book.result(run).ended and not self._is_elsewhere(run)
-                ):  # fmt: skip
+                    not run.waits
+                    and run.name not in running
+                    and (not wanted or run.name in wanted)
+                    and not self.book.result(run).ended
+                    and not self._is_elsewhere(run)
+                ):
                     self._start(run)
                     return True
         return bool(self._children or self._elsewhere)
@@ -277,9 +287,13 @@ class Runner:
             length = console.tell()
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
             process = subprocess.Popen(
-                command(self.sweep, run), stdin=subprocess.DEVNULL, stdout=console, stderr=console, env=environment,
+                command(self.sweep, run),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._children.append(_Child(run, process, before, length))
 
     def _take(self, child: _Child) -> None:

@@ -80,9 +80,11 @@ class Cell:
     def bad(self) -> list[Result]:
         """The runs that diverged or failed."""
         return [
-            result for side in (self.baseline, self.treatment) for result in side.values()
+            result
+            for side in (self.baseline, self.treatment)
+            for result in side.values()
             if result.state in ("diverged", "failed")
-        ]  # fmt: skip
+        ]
 
 
 def cells(results: Sequence[Result], pair: Pair | None) -> list[Cell]:
@@ -107,10 +109,17 @@ def header(sweep: Sweep, pair: Pair | None) -> list[str]:
     axis = sweep.titles[pair.axis]
     relative = ["perplexity"] if sweep.file.metric == "validation_loss" else []
     return [
-        *axes, "seeds", f"{axis} {pair.baseline}", f"{axis} {pair.treatment}", "difference", "95 %", *relative,
+        *axes,
+        "seeds",
+        f"{axis} {pair.baseline}",
+        f"{axis} {pair.treatment}",
+        "difference",
+        "95 %",
+        *relative,
         "lower in",
-        "not finished", *beside,
-    ]  # fmt: skip
+        "not finished",
+        *beside,
+    ]
 
 
 def row(sweep: Sweep, pair: Pair | None, cell: Cell) -> list[str]:
@@ -136,10 +145,17 @@ def row(sweep: Sweep, pair: Pair | None, cell: Cell) -> list[str]:
     seeds = f"{len(cell.baseline)} + {len(cell.treatment)}"
     interval = "" if spread.interval is None else f"[{spread.interval[0]:+.4f}, {spread.interval[1]:+.4f}]"
     return [
-        *axes, seeds, Spread.of(baseline).show(), Spread.of(treatment).show(), spread.show(sign="+"), interval,
-        *relative, lower,
-        bad, *beside,
-    ]  # fmt: skip
+        *axes,
+        seeds,
+        Spread.of(baseline).show(),
+        Spread.of(treatment).show(),
+        spread.show(sign="+"),
+        interval,
+        *relative,
+        lower,
+        bad,
+        *beside,
+    ]
 
 
 def _side(sweep: Sweep, pair: Pair | None, result: Result) -> str:
