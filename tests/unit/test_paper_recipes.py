@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from titan_prores import check, config, registry
 from titan_prores.build import build_components
+from titan_prores.config import dotted
 from titan_prores.recipe import Recipe, flatten, plan_mesh, resolve
 from titan_prores.sweep import plan
 
@@ -63,6 +66,43 @@ BASELINES = sorted(
 def recipe(name: str, world_size: int, *overrides: str) -> Recipe:
     tree = config.load(ROOT / f"train_configs/{name}.toml", overrides, registry.builtin_folder() / "defaults.toml")
     return resolve(tree, world_size)
+
+
+# Every recipe and every run of a sweep as it was when each recipe had a file of its own; `like` names the one that it
+# differs from in the other keys, where null means that it lacks the key. Never rewritten.
+BEFORE = json.loads((Path(__file__).parent / "golden" / "paper_recipes.json").read_text(encoding="utf-8"))
+
+
+def before(name: str) -> dict[str, Any]:
+    changes = dict(BEFORE[name])
+    table = (before(changes.pop("like")) if "like" in changes else {}) | changes
+    return {key: value for key, value in table.items() if value is not None}
+
+
+KEYS = {key for table in BEFORE.values() for key in table}
+
+
+def now(built: Recipe) -> dict[str, Any]:
+    """What BEFORE says of a recipe: all but its description, its folder and keys that are newer."""
+    table = {dotted(key): value for key, value in flatten(built.to_dict()).items()}
+    return json.loads(json.dumps({key: value for key, value in table.items() if key in KEYS}))
+
+
+@cache
+def sweep_of(file: str) -> plan.Sweep:
+    return plan.load(PAPER / file)
+
+
+@pytest.mark.parametrize("file", sorted({name.partition(": ")[0] for name in BEFORE}))
+def test_every_run_is_what_it_was(file: str) -> None:
+    for name in BEFORE:
+        if name == file:
+            assert now(recipe(f"paper/{Path(file).with_suffix('')}", 8)) == before(name), name
+    wanted = {name.partition(": ")[2] for name in BEFORE if name.startswith(f"{file}: ")}
+    runs = {run.name: run for run in sweep_of(file).runs(lambda run: None)} if wanted else {}
+    assert set(runs) == wanted
+    for name, run in runs.items():
+        assert now(sweep_recipe(sweep_of(file), run)) == before(f"{file}: {name}"), name
 
 
 def held(report: str) -> dict[str, int]:
