@@ -48,8 +48,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         raise ConfigError(given, "unknown option", allowed="those of --help", nearest=nearest(given, known))
     options.overrides = rest
     figure = options.draw(options)
-    for path in figures.save(figure, output(options)):
-        print(path)
+    print(figures.save(figure, output(options)))
     return 0
 
 
@@ -86,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
         prog="plot.py",
-        description="Draw figures from run folders, as PNG and as SVG.",
+        description="Draw figures from run folders.",
         allow_abbrev=False,
         epilog="Exit status: 0 drawn, 2 the command is wrong or a run lacks what it takes. plot.py COMMAND --help says "
         "more. matplotlib comes with the extra titan-prores[plot].",
@@ -101,8 +100,8 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--output",
             metavar="PATH",
-            help="file to write, in the format that it ends in, or as .png and .svg where it ends in none; below a "
-            f"folder, or PATH/, the name says what is drawn ({OUT}/)",
+            help="file to write, as PNG unless its suffix names another format, such as .pdf; below a folder, or "
+            f"PATH/, the name says what is drawn ({OUT}/)",
         )
         added.set_defaults(draw=draw)
         return added

@@ -44,7 +44,6 @@ STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "figure.dpi": 100,
     "savefig.dpi": 140,
-    "svg.hashsalt": "titan-prores",
 }
 Series = tuple[np.ndarray, np.ndarray]  # steps and values, [N] each
 PANEL_INCHES = (4.2, 3.0)
@@ -80,24 +79,23 @@ def styled() -> AbstractContextManager[Any]:
     return matplotlib.rc_context(STYLE)
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure in the format that the path ends in, as PNG and as SVG where it ends in none; returns the files.
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format that the path ends in, or as PNG where it ends in none; returns the file.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: it cannot be written.
     """
     refuse_impossible(str(path), "--output")
     _take_literally(figure)
-    one = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
-    paths = [path] if one else [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    named = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
+    file = path if named else path.with_name(f"{path.name}.png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with styled():
-            for path in paths:
-                figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(file)
     except OSError as error:
         raise ConfigError("--output", f"cannot be written: {error.strerror}", value=str(path)) from error
-    return paths
+    return file
 
 
 def _take_literally(figure: Figure) -> None:
