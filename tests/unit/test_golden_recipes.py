@@ -21,7 +21,7 @@ FOLDER = ROOT / "train_configs"
 GOLDEN = Path(__file__).parent / "golden"
 INHERITED = GOLDEN / "inherited.toml"
 # The recipes of runs whose results are kept here are resolved ones already.
-PATHS = sorted(path for path in FOLDER.rglob("*.toml") if "results" not in path.parts)
+PATHS = sorted(path for path in FOLDER.rglob("*.toml") if "results" not in path.relative_to(FOLDER).parts)
 TABLES = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in PATHS}
 # A sweep says which recipe it is about; it is none.
 RECIPES = [path for path, tables in TABLES.items() if "recipe" not in tables]
