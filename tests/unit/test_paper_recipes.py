@@ -213,7 +213,7 @@ FIG_1 = {
 
 
 def sweep_recipe(sweep: plan.Sweep, run: plan.Run) -> Recipe:
-    tree = config.load(sweep.recipe, sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
+    tree = config.load(sweep.recipe_of(run), sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
     return resolve(tree, sweep.file.ranks)
 
 

@@ -283,7 +283,8 @@ two = {{ transforms.prores.residual_schedule.path = "2.csv" }}
 """
     file.write_text(text.format("./base.toml"))
     sweep = plan.load(file)
-    assert (sweep.recipe, sweep.results) == (folder / "recipes" / "base.toml", folder / "recipes" / "results")
+    recipe = sweep.recipe_of(sweep.planned[0])
+    assert (recipe, sweep.results) == (folder / "recipes" / "base.toml", folder / "recipes" / "results")
     assert sweep.folder == Path("out")
     one, two = (sweep.overrides(run) for run in sweep.planned)
     assert f'--dataset.files=["{folder}/recipes/a.txt", "b.txt"]' in one

@@ -46,6 +46,9 @@ axes = { norm = "all", lr = { best_of = "lr", per = ["norm"] }, seed = [0, 1], p
 """
 
 
+NO_LR = FILE.replace('lr = { key = "optimizer.lr", values = [5e-4, 1e-3] }\n', "")
+
+
 @pytest.fixture
 def read(tmp_path: Path):
     def read(text: str = "", head: str = FILE) -> Sweep:
@@ -149,6 +152,8 @@ def test_the_best_is_the_lowest_mean_over_seeds(read) -> None:
         ("[axes.x]\nkey = 'training.seed'\nvalues = [1, 2]", "axes.x: sets training.seed, of which every run has its"),
         ("[axes.x]\na = { optimizer.lr = 1.0 }", "axes.x: sets optimizer.lr, and so does the axis lr"),
         ("[axes.x]\nkey = 'model.dim'\nvalues = [32, 32]", "axes.x.values = ['32']: are there twice"),
+        ('[axes.x]\na = { recipe = "./no.toml" }', "axes.x.a.recipe = './no.toml': no such file (allowed: the path of"),
+        ("[axes.x]\na = { recipe = 3 }", "axes.x.a.recipe = 3: no such file"),
         (f"[axes.x]\n{'x' * 200} = {{ model.dim = 32 }}", "longer than 200 characters"),
         (STAGES.replace('per = ["norm"]', 'per = ["prores", "seed"]'), "per names an axis that the two grids do not"),
         (STAGES + STAGES, "two grids have this name"),
@@ -193,8 +198,23 @@ def test_a_sweep_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--axis = 'model.norm': is there twice" in capsys.readouterr().err
     assert command.main([each.replace("pre,post", "pre,prr") for each in arguments]) == 2
     assert "did you mean pre?" in capsys.readouterr().err
-    assert command.main([*arguments, "--only", "x"]) == 2
-    assert "--dry-run starts none" in capsys.readouterr().err
+    assert command.main([*arguments, "--only", "norm=post,seed=3", "--only", "lr=0.002,model.norm=post"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("#")] == [
+        "# lr=0.001,norm=post,seed=3",
+        "# lr=0.002,norm=post,seed=0",
+        "# lr=0.002,norm=post,seed=3",
+        "# 0 have ended, 3 are left",
+    ]
+    for wrong, message in (
+        ("nrm=post", "--only = 'nrm': unknown axis"),
+        ("norm=pst", "--only = 'pst': not a value of the axis norm (allowed: pre, post); did you mean post?"),
+        ("norm=post,seed=1", "--only = 'norm=post,seed=1': no run has all of these values"),
+    ):
+        assert command.main([*arguments, "--only", wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert command.main([*arguments[:-1], "--collect", "--only", "norm=post"]) == 2
+    assert "--only: not valid with --collect" in capsys.readouterr().err
     assert command.main([str(tmp_path / "none.toml"), "--list"]) == 2
     assert command.main(["--dry-run"]) == 2
     assert capsys.readouterr().err.count("error: ") == 2
@@ -266,7 +286,7 @@ def test_collect_and_list_of_a_sweep_without_a_file(tmp_path: Path, capsys: pyte
         assert command.main([*arguments, "--only", name]) == 0
         assert "with --collect makes the tables" in capsys.readouterr().out
     assert command.main([*arguments, "--only", "lr=0.001,norm=pree,seed=0"]) == 2
-    assert "did you mean lr=0.001,norm=pre,seed=0?" in capsys.readouterr().err
+    assert "did you mean pre?" in capsys.readouterr().err
     assert "in steps" in listed and listed.count("seconds") == 8 and f"tables: {tmp_path}/results/table.md" in listed
 
     assert command.main([*arguments]) == 0, "with nothing left to run it ends with its table, too"
@@ -286,6 +306,55 @@ def test_the_slurm_script_has_what_can_start_now(read, tmp_path: Path, capsys: p
     assert "# 6 more runs wait for the results of these" in script
     assert "#SBATCH --gpus-per-node=1\n" in script
     assert 'sweep.toml --only "${names[$SLURM_ARRAY_TASK_ID]}"' in script
+
+    assert (
+        command.main(
+            [str(tmp_path / "sweep.toml"), "--only", "norm=post,lr=0.001", "--slurm", "--only=norm=post,lr=0.001"]
+        )
+        == 0
+    )
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-0\n" in script and script.count("norm=") == 1, "what a task runs is its own run alone"
+    assert 'sweep.toml --only "${names[$SLURM_ARRAY_TASK_ID]}"' in script
+
+
+def test_the_name_of_a_run_means_that_run_alone(read) -> None:
+    """Although all of its values are those of another run too, which has one more."""
+    grids = [
+        f'[[grids]]\nname = "{name}"\naxes = {{ norm = ["pre"], {lr}prores = ["on"] }}\n'
+        for name, lr in (("a", ""), ("b", "lr = [1e-3], "))
+    ]
+    sweep = read("".join(grids))
+    runs = sweep.runs(lambda run: None)
+
+    def chosen(*names: str) -> list[str]:
+        meant = sweep.selection(runs, names)
+        return [run.name for run in runs if meant(run)]
+
+    assert chosen("norm=pre,prores=on,seed=1") == ["norm=pre,prores=on,seed=1"]
+    assert chosen("prores=on,norm=pre,seed=1") == ["norm=pre,prores=on,seed=1", "norm=pre,lr=0.001,prores=on,seed=1"]
+    assert chosen() == names(sweep)
+
+
+def test_a_run_that_waits_stays_selected_once_its_value_is_known(read) -> None:
+    sweep = read(STAGES)
+    meant = sweep.selection(sweep.runs(lambda run: None), ["norm=pre"])
+    values = {"norm=pre,lr=0.0005,prores=off,seed=0": 2.0, "norm=pre,lr=0.001,prores=off,seed=0": 1.0}
+    decided = [run.name for run in sweep.runs(lambda run: values.get(run.name)) if meant(run)]
+    assert "norm=pre,lr=0.001,prores=on,seed=1" in decided and not [name for name in decided if "post" in name]
+
+
+def test_a_value_of_an_axis_may_name_the_recipe(read, tmp_path: Path) -> None:
+    (tmp_path / "wide.toml").write_text(f'base = ["{DEBUG}"]\n[model]\nflavor = "14M"\n')
+    sweep = read(
+        '[axes.size]\nsmall = { optimizer.lr = 2e-3 }\nwide = { recipe = "./wide.toml", optimizer.lr = 1e-3 }\n', NO_LR
+    )
+    small, wide = (next(run for run in sweep.planned if f"size={size}" in run.name) for size in ("small", "wide"))
+    assert (sweep.recipe_of(small), sweep.recipe_of(wide)) == (DEBUG, tmp_path / "wide.toml")
+    assert not [each for each in sweep.overrides(wide) if "recipe" in each]
+    book = Book(sweep)
+    assert [book.recipe(run).slots["model"].config.dim for run in (small, wide)] == [64, 256]
+    assert runner.command(sweep, wide)[3:5] == ["--config", str(tmp_path / "wide.toml")]
 
 
 # --- What became of them ----------------------------------------------------------------------------------------------
@@ -669,5 +738,5 @@ def test_with_nothing_left_nothing_is_run(read) -> None:
     said: list[str] = []
     assert runner.Runner(Book(sweep), say=said.append).run() == 0
     assert signal.getsignal(signal.SIGTERM) is before and said == []
-    with pytest.raises(ConfigError, match="is no run of this sweep"):
-        runner.Runner(Book(sweep)).run(["norm=pre"])
+    with pytest.raises(ConfigError, match="no run has all of these values"):
+        sweep.selection(sweep.planned, ["norm=pre,seed=7"])

@@ -14,7 +14,7 @@ from titan_prores.run_folder import write_atomically
 from titan_prores.shell import run_command
 from titan_prores.stopping import EXIT_STATUS
 from titan_prores.sweep import plan, statistics
-from titan_prores.sweep.plan import Sweep
+from titan_prores.sweep.plan import Run, Sweep
 from titan_prores.sweep.runner import Book, Runner, command, slurm_script
 from titan_prores.tables import replace_between, show
 
@@ -53,10 +53,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a grid of variants of one recipe, and put the results into one table.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the sweep, a TOML file")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs side by side on this machine")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this run alone; may be repeated")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="AXIS=VALUE,...",
+        help="only the runs with these values, or the one of this name; may be repeated",
+    )
     parser.add_argument("--retry-failed", action="store_true", help="run those again that failed; not the diverged")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
@@ -107,52 +114,62 @@ def _sweep(options: argparse.Namespace) -> Sweep:
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     sweep = _sweep(options)
     check_plots(sweep)
-    modes = [name for name in ("list", "collect", "slurm", "dry_run") if getattr(options, name)]
-    if options.only and modes:
-        raise ConfigError("--only", f"says which runs to start, and --{modes[0].replace('_', '-')} starts none")
+    if options.only and options.collect:
+        raise ConfigError("--only", "not valid with --collect, which makes the tables of all runs")
     book = Book(sweep, retry_failed=options.retry_failed)
-    if options.list:
-        _list(book)
-    elif options.collect:
+    if options.collect:
         collect(book)
-    else:
-        runs_here = not options.dry_run and not options.slurm
-        book.check(data=runs_here)
-        if runs_here:
-            if options.only:  # other processes may be running it: the tables are left to --collect
-                status = Runner(book, options.jobs, _say).run(options.only)
-                _say(f"results are in {sweep.results}; the same command with --collect makes the tables")
-                return status
-            write_tables(book)
-            status = Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
-            if status == EXIT_STATUS:
-                _say(_place(sweep))
-            else:
-                finish(book)
+        return 0
+    runs = book.runs()
+    wanted = sweep.selection(runs, options.only)
+    runs = [run for run in runs if wanted(run)]
+    if options.list:
+        _list(book, runs)
+        return 0
+    runs_here = not options.dry_run and not options.slurm
+    book.check(runs, data=runs_here)
+    if runs_here:
+        if options.only:  # other processes may be running it: the tables are left to --collect
+            status = Runner(book, options.jobs, _say).run(wanted)
+            _say(f"results are in {sweep.results}; the same command with --collect makes the tables")
             return status
-        left = [run for run in book.runs() if run.waits or not book.result(run).ended]
-        ready = [run for run in left if not run.waits]
-        if options.slurm:
-            script = Path(sys.argv[0])
-            again = ["python", str(script), *(each for each in arguments if each != "--slurm")]
-            print(slurm_script(book, ready, len(left) - len(ready), again), end="")
+        write_tables(book)
+        status = Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
+        if status == EXIT_STATUS:
+            _say(_place(sweep))
         else:
-            for run in left:
-                waits = [str(value) for value in run.values.values() if not isinstance(value, str)]
-                print(f"# {sweep.title(run)}" + (f": waits for the {', '.join(waits)}" if waits else ""))
-                if not waits:
-                    print(shlex.join(command(sweep, run)))
-            print(f"# {len(book.runs()) - len(left)} have ended, {len(left)} are left")
+            finish(book)
+        return status
+    left = [run for run in runs if run.waits or not book.result(run).ended]
+    ready = [run for run in left if not run.waits]
+    if options.slurm:
+        again = ["python", sys.argv[0], *_without_selection(arguments)]
+        print(slurm_script(book, ready, len(left) - len(ready), again), end="")
+        return 0
+    for run in left:
+        waits = [str(value) for value in run.values.values() if not isinstance(value, str)]
+        print(f"# {sweep.title(run)}" + (f": waits for the {', '.join(waits)}" if waits else ""))
+        if not waits:
+            print(shlex.join(command(sweep, run)))
+    print(f"# {len(runs) - len(left)} have ended, {len(left)} are left")
     return 0
+
+
+def _without_selection(arguments: Sequence[str]) -> list[str]:
+    """A command line without --only and --slurm."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--only")
+    parser.add_argument("--slurm", action="store_true")
+    return parser.parse_known_args(arguments)[1]
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _list(book: Book) -> None:
+def _list(book: Book, runs: Sequence[Run]) -> None:
     rows = []
-    for run in book.runs():
+    for run in runs:
         result = book.result(run)
         value = result.final.get(book.sweep.file.metric)
         state = "waits" if run.waits else result.state

@@ -21,6 +21,7 @@ from titan_prores.paths import PathRule, ReadPath, WritePath, located
 from titan_prores.recipe import SECTIONS, flatten
 
 SEED = "seed"  # the axis that every sweep has; statistics are taken over it
+RECIPE = "recipe"  # as a change that a value of an axis makes: the recipe to start from
 
 
 class Pair(Section):
@@ -68,7 +69,9 @@ class Plot(Section):
 class SweepFile(Section):
     """A sweep as its TOML file describes it."""
 
-    recipe: ReadPath = setting(help="the recipe that every run starts from", min_length=1)
+    recipe: ReadPath = setting(
+        help="the recipe that runs start from; a value of an axis may name another: { recipe = PATH }", min_length=1
+    )
     folder: WritePath = setting(help="run folders go below it", min_length=1)
     results: ReadPath | None = setting(
         None, "folder of the small files that tables are made of; default below `folder`"
@@ -151,7 +154,6 @@ class Sweep:
     def __init__(self, file: SweepFile, path: Path | None, tree: config.Tree) -> None:
         self.file, self.path, self._tree = file, path, tree
         self._errors: list[ConfigError] = []
-        self.recipe = Path(file.recipe)
         self.folder = Path(file.folder)
         self.results = Path(file.results) if file.results else self.folder / "results"
         self.report = Path(file.report) if file.report else None
@@ -271,6 +273,11 @@ class Sweep:
             found[self._name(f"axes.{name}", value)] = {
                 dotted(key): self._placed(inner, ("axes", name, value, *key)) for key, inner in flatten(changes).items()
             }
+            recipe = found[value].get(RECIPE)
+            if RECIPE in changes and not (isinstance(recipe, str) and Path(recipe).is_file()):
+                key = f"axes.{dotted((name, value, RECIPE))}"
+                allowed = "the path of a recipe; ./ is the folder of this file"
+                self._refuse(key, "no such file", value=changes[RECIPE], allowed=allowed)
         if not found:
             self._refuse(f"axes.{name}", "has no values")
         return found
@@ -443,18 +450,68 @@ class Sweep:
         """The runs of a grid, those included that an earlier grid has too."""
         return self._combinations(grid, self.grids[grid])
 
+    def selection(self, runs: Sequence[Run], names: Sequence[str]) -> Callable[[Run], bool]:
+        """Tells which runs are meant: those that any of `names` names.
+
+        Args:
+            runs: all of the sweep's.
+            names: of a run, or `axis=value,axis=value` for all runs that have these values. Axes go by their own names
+                or as tables call them. None at all means every run.
+
+        Raises:
+            ConfigError: there is no such axis or value, or no run has all of these values.
+        """
+        exact = {name: run.name for run in runs for name in (self.title(run), run.name)}
+        wanted = [self._values(name) for name in names if name not in exact]
+
+        def meant(run: Run) -> bool:
+            fits = (all(run.values.get(axis) == value for axis, value in values.items()) for values in wanted)
+            return not names or run.name in chosen or any(fits)
+
+        chosen = {exact[name] for name in names if name in exact}
+        if not any(map(meant, runs)):
+            raise ConfigError("--only", "no run has all of these values", value=",".join(names), allowed="see --list")
+        return meant
+
+    def _values(self, text: str) -> dict[str, str]:
+        """Axis -> value of `axis=value,axis=value`."""
+        axes = {SEED: SEED} | {each: axis for axis, title in self.titles.items() for each in (axis, title)}
+        found = {}
+        for part in text.split(","):
+            axis, _, value = part.partition("=")
+            if axis not in axes:
+                known = [*self.axes, SEED]
+                raise ConfigError("--only", "unknown axis", value=axis, allowed=known, nearest=nearest(axis, axes))
+            known = list(self.axes.get(axes[axis], ()))
+            if known and value not in known:
+                problem = f"not a value of the axis {axis}"
+                raise ConfigError("--only", problem, value=value, allowed=known, nearest=nearest(value, known))
+            found[axes[axis]] = value
+        return found
+
+    def recipe_of(self, run: Run) -> Path:
+        """The recipe that the run starts from."""
+        return Path(self._changes(run).get(RECIPE, self.file.recipe))
+
     def overrides(self, run: Run) -> list[str]:
         """The command-line arguments that make the recipe this run's; values not known yet are left out."""
         changes = {
             dotted(key): self._placed(value, ("settings", *key)) for key, value in flatten(self.file.settings).items()
         }
+        changes |= self._changes(run)
+        changes.pop(RECIPE, None)
+        changes["job.dump_folder"] = str(self.folder / run.name)
+        return [f"--{key}={_argument(value)}" for key, value in changes.items()]
+
+    def _changes(self, run: Run) -> dict[str, Any]:
+        """What the values of a run's axes set."""
+        changes: dict[str, Any] = {}
         for axis, value in run.values.items():
             if axis == SEED:
                 changes["training.seed"] = int(value)
             elif not isinstance(value, BestOf):
                 changes |= self.axes[axis][value]
-        changes["job.dump_folder"] = str(self.folder / run.name)
-        return [f"--{key}={_argument(value)}" for key, value in changes.items()]
+        return changes
 
 
 def _titles(axes: Iterable[str]) -> dict[str, str]:

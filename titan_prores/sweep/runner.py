@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_prores import config, registry
 from titan_prores.build import build_components
-from titan_prores.errors import ConfigError, ConfigErrors, duration, nearest
+from titan_prores.errors import ConfigError, ConfigErrors, duration
 from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
 from titan_prores.shell import cores, environment_of_children
@@ -52,7 +52,7 @@ class Book:
         """
         if run.name not in self._recipes:
             tree = config.load(
-                self.sweep.recipe, self.sweep.overrides(run), registry.builtin_folder() / "defaults.toml"
+                self.sweep.recipe_of(run), self.sweep.overrides(run), registry.builtin_folder() / "defaults.toml"
             )
             self._recipes[run.name] = resolve(tree, self.sweep.file.ranks)
         return self._recipes[run.name]
@@ -140,17 +140,18 @@ class Book:
         """All runs, with the values that results decide filled in where they are known."""
         return self.sweep.runs(self.metric)
 
-    def check(self, *, data: bool) -> None:
-        """Resolve every run, those that wait without the values that they wait for, and build the parts of those left.
+    def check(self, runs: Iterable[Run], *, data: bool) -> None:
+        """Resolve the runs, those that wait without the values that they wait for, and build the parts of those left.
 
         Args:
+            runs: some of the sweep's.
             data: whether this machine has to have the runs' data and tokenizers.
 
         Raises:
             ConfigErrors: the faults of the first run that has any.
         """
         built = set()
-        for run in self.runs():
+        for run in runs:
             recipe = self.recipe(run)
             kind = tuple((axis, str(value)) for axis, value in run.values.items() if axis != SEED)
             if kind not in built and not self.result(run).ended:
@@ -161,7 +162,15 @@ class Book:
 def command(sweep: Sweep, run: Run) -> list[str]:
     """What starts a run."""
     launcher = ["launch", "--nproc", str(sweep.file.ranks)] if sweep.file.ranks > 1 else []
-    return [sys.executable, "-m", "titan_prores.cli", *launcher, "--config", str(sweep.recipe), *sweep.overrides(run)]
+    return [
+        sys.executable,
+        "-m",
+        "titan_prores.cli",
+        *launcher,
+        "--config",
+        str(sweep.recipe_of(run)),
+        *sweep.overrides(run),
+    ]
 
 
 @dataclass
@@ -198,23 +207,19 @@ class Runner:
         self._children: list[_Child] = []
         self._elsewhere: set[str] = set()  # runs that another process is at
 
-    def run(self, only: Iterable[str] = ()) -> int:
+    def run(self, wanted: Callable[[Run], bool] = lambda run: True) -> int:
         """Run what has not ended yet.
 
         Args:
-            only: names of runs; none means all of them.
+            wanted: which runs.
 
         Returns:
             The exit status: 0 all runs have ended, 1 one of them failed or cannot be started, 75 a signal stopped the
             sweep and every run in it with everything saved.
 
         Raises:
-            ConfigError: a name of `only` is no run, or a run was refused.
+            ConfigError: a run was refused.
         """
-        titles = {self.sweep.title(run): run.name for run in self.book.runs()}
-        wanted = {titles.get(name, name) for name in only}
-        for name in wanted - set(titles.values()):
-            raise ConfigError("--only", "is no run of this sweep", value=name, nearest=nearest(name, titles))
         self.book.keep_all()
         with self._signals():
             try:
@@ -225,13 +230,13 @@ class Runner:
         if self.stopped:
             self.say(f"stopped by {self.stopped}, everything saved: the same command goes on")
             return EXIT_STATUS
-        left = [run for run in self.book.runs() if not wanted or run.name in wanted]
+        left = [run for run in self.book.runs() if wanted(run)]
         for run in left:
             if run.waits:
                 self.say(f"{self.sweep.title(run)}: cannot run, none of what it waits for ended well")
         return int(any(run.waits or self.book.result(run).state == "failed" for run in left))
 
-    def _step(self, wanted: set[str]) -> bool:
+    def _step(self, wanted: Callable[[Run], bool]) -> bool:
         """Take in what has ended, pass signals on, start what there is room for; False when nothing is left."""
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._children.remove(child)
@@ -252,7 +257,7 @@ class Runner:
                 if (
                     not run.waits
                     and run.name not in running
-                    and (not wanted or run.name in wanted)
+                    and wanted(run)
                     and not self.book.result(run).ended
                     and not self._is_elsewhere(run)
                 ):
