@@ -23,8 +23,8 @@ INHERITED = GOLDEN / "inherited.toml"
 # The recipes of runs whose results are kept here are resolved ones already.
 PATHS = sorted(path for path in FOLDER.rglob("*.toml") if "results" not in path.relative_to(FOLDER).parts)
 TABLES = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in PATHS}
-# A sweep says which recipe it is about; it is none.
-RECIPES = [path for path, tables in TABLES.items() if "recipe" not in tables]
+# A sweep, or what it stands on, says which recipe it is about; it is none.
+RECIPES = [path for path in PATHS if "recipe" not in config.load(path).values]
 NAMES = {path: path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
 ROOTS = [path for path in RECIPES if "base" not in TABLES[path]]
 

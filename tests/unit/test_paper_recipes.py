@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from titan_prores import check, config, registry
 from titan_prores.build import build_components
 from titan_prores.config import dotted
 from titan_prores.recipe import Recipe, flatten, plan_mesh, resolve
-from titan_prores.sweep import plan
+from titan_prores.sweep import command, plan
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "train_configs" / "paper"
@@ -55,11 +57,12 @@ SCHEMES = {
     "post": ("post", "trunc_normal", 10_000),
     "deepnorm": ("deepnorm", "deepnorm", 10_000),
 }
-BASELINES = sorted(
-    path.relative_to(PAPER).with_suffix("").as_posix()
-    for path in PAPER.rglob("*/*.toml")
-    if not path.stem.endswith("_prores")
-)
+PAIRED = ("table2.toml", "table7.toml", "beyond.toml", "fig3.toml", "fig5.toml")
+# The page's table of commands: which runs -> the sweep, and --only with placeholders in capitals.
+PAGE = (PAPER / "README.md").read_text(encoding="utf-8")
+COMMANDS = {
+    runs: (file, only) for runs, file, only in re.findall(r"^\| ([^|]+) \| `(\S+\.toml) --only (\S+)` \|$", PAGE, re.M)
+}
 
 
 @cache
@@ -68,41 +71,150 @@ def recipe(name: str, world_size: int, *overrides: str) -> Recipe:
     return resolve(tree, world_size)
 
 
-# Every recipe and every run of a sweep as it was when each recipe had a file of its own; `like` names the one that it
-# differs from in the other keys, where null means that it lacks the key. Never rewritten.
+@cache
+def sweep_of(file: str) -> tuple[plan.Sweep, tuple[plan.Run, ...]]:
+    sweep = plan.load(PAPER / file)
+    return sweep, tuple(sweep.runs(lambda run: None))
+
+
+def runs_of(file: str, only: str) -> list[plan.Run]:
+    """Those that `scripts/sweep.py FILE --only ONLY` starts."""
+    sweep, runs = sweep_of(file)
+    return list(filter(sweep.selection(runs, [only]), runs))
+
+
+def recipe_of(file: str, only: str) -> Recipe:
+    """Of the one run."""
+    (run,) = runs_of(file, only)
+    return sweep_recipe(sweep_of(file)[0], run)
+
+
+def sweep_recipe(sweep: plan.Sweep, run: plan.Run) -> Recipe:
+    tree = config.load(sweep.recipe_of(run), sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
+    return resolve(tree, sweep.file.ranks)
+
+
+# Every recipe and every run of a sweep as it was when each recipe had a file of its own, without job.description and
+# job.dump_folder. `like` names the one that it differs from in the other keys; null means that it lacks the key.
+# Written once by the code of then, never rewritten.
 BEFORE = json.loads((Path(__file__).parent / "golden" / "paper_recipes.json").read_text(encoding="utf-8"))
-
-
-def before(name: str) -> dict[str, Any]:
-    changes = dict(BEFORE[name])
-    table = (before(changes.pop("like")) if "like" in changes else {}) | changes
-    return {key: value for key, value in table.items() if value is not None}
-
-
 KEYS = {key for table in BEFORE.values() for key in table}
 
 
+def stored(name: str) -> dict[str, Any]:
+    changes = dict(BEFORE[name])
+    return (stored(changes.pop("like")) if "like" in changes else {}) | changes
+
+
+def before(name: str) -> dict[str, Any]:
+    """What a command of today must make of what had this name."""
+    table = stored(name)
+    if name.startswith("fig1.toml: ") and not table["transforms.prores.enabled"] and table["model.n_layers"] > 72:
+        # The sweep stood on the recipe of 12 layers, now on that of the depth. Where ProRes is off its T has no effect.
+        table["transforms.prores.residual_schedule.T"] = 500.0
+    return {key: value for key, value in table.items() if value is not None}
+
+
 def now(built: Recipe) -> dict[str, Any]:
-    """What BEFORE says of a recipe: all but its description, its folder and keys that are newer."""
+    """What BEFORE says of a recipe: the keys that there were."""
     table = {dotted(key): value for key, value in flatten(built.to_dict()).items()}
     return json.loads(json.dumps({key: value for key, value in table.items() if key in KEYS}))
 
 
-@cache
-def sweep_of(file: str) -> plan.Sweep:
-    return plan.load(PAPER / file)
+def moved(name: str) -> tuple[str, dict[str, str]]:
+    """Which line of COMMANDS launches what had this name, and what its placeholders are."""
+    file, _, run = name.partition(".toml: ")
+    values = dict(part.split("=") for part in run.split(",")) if run else {}
+    if file == "table6":
+        return "Table 6", {"NORM": values["norm"], "SCHEDULE": values["schedule"]}
+    if file.startswith("lr_search_"):
+        size = file.removeprefix("lr_search_")
+        return "appendix A", {"SIZE": size, "METHOD": values["method"], "LR": values["lr"]}
+    if file == "fig1":
+        size, method = f"71m-{values['layers']}", values["method"].removesuffix("_prores")
+        if method == "deepnorm":
+            return "Figs. 1 and 2, DeepNorm", {"SIZE": size, "LR": values["lr"]}
+        prores = {None: "off", "equal-12k": "equal-12k"}.get(values.get("alpha"), "on")
+        return "Figs. 1 and 2", {"SIZE": size, "METHOD": method, "PRORES": prores}
+    folder, _, scheme = name.removesuffix(".toml").rpartition("/")
+    method, prores = scheme.removesuffix("_prores"), "on" if scheme.endswith("_prores") else "off"
+    if folder.startswith("climbmix/"):
+        return "Table 7", {"SIZE": folder.removeprefix("climbmix/"), "PRORES": prores}
+    table = "Table 2" if folder in TABLE_2 and method in SCHEMES else "beyond the paper"
+    return table, {"SIZE": folder, "METHOD": method, "PRORES": prores}
 
 
-@pytest.mark.parametrize("file", sorted({name.partition(": ")[0] for name in BEFORE}))
-def test_every_run_is_what_it_was(file: str) -> None:
-    for name in BEFORE:
-        if name == file:
-            assert now(recipe(f"paper/{Path(file).with_suffix('')}", 8)) == before(name), name
-    wanted = {name.partition(": ")[2] for name in BEFORE if name.startswith(f"{file}: ")}
-    runs = {run.name: run for run in sweep_of(file).runs(lambda run: None)} if wanted else {}
-    assert set(runs) == wanted
-    for name, run in runs.items():
-        assert now(sweep_recipe(sweep_of(file), run)) == before(f"{file}: {name}"), name
+def launched(runs: str, values: Mapping[str, str]) -> tuple[str, str]:
+    """Sweep and --only of a line of COMMANDS."""
+    file, only = COMMANDS[runs]
+    assert set(re.findall(r"[A-Z]{2,}", only)) == set(values)
+    return file, re.sub(r"[A-Z]{2,}", lambda match: values[match[0]], only)
+
+
+UNMOVED = {"base.toml": "paper/base", "../llama_7b.toml": "llama_7b"}
+
+
+@pytest.mark.parametrize("table", sorted({moved(name)[0] for name in BEFORE if name not in UNMOVED}))
+def test_the_page_s_command_launches_what_each_file_was(table: str) -> None:
+    names = [name for name in BEFORE if name not in UNMOVED and moved(name)[0] == table]
+    for name in names:
+        assert now(recipe_of(*launched(*moved(name)))) == before(name), name
+    # A negative control: what is left out of the comparison is not what tells runs apart.
+    assert len({json.dumps(before(name), sort_keys=True) for name in names}) == len(names)
+
+
+def test_other_recipes_are_what_they_were() -> None:
+    assert {name: now(recipe(new, 8)) for name, new in UNMOVED.items()} == {name: before(name) for name in UNMOVED}
+    for size in SIZES:
+        assert now(recipe(f"paper/{size}", 8)) == before(f"{size}/pre.toml"), "by itself Pre-LN without ProRes"
+    for prores, scheme in (("off", "pre"), ("on", "pre_prores")):
+        assert now(recipe_of(*launched("Fig. 5", {"PRORES": prores}))) == before(f"7b/{scheme}.toml")
+        probed = recipe_of(*launched("Figs. 3 and 4", {"PRORES": prores}))
+        assert now(probed) == before(f"1.3b/{scheme}.toml")
+        assert {"activation_norm", "residual_cosine"} <= {part.name for part in probed.sets["metrics"]}
+        table_3 = launched("Tables 3 and 4", {"METHOD": "lns", "PRORES": prores})
+        assert table_3 == launched("Table 2", {"SIZE": "1.3b", "METHOD": "lns", "PRORES": prores})
+
+
+def test_the_page_names_every_sweep_and_every_run_of_it() -> None:
+    sweeps = {path.name for path in PAPER.glob("*.toml") if "folder" in config.load(path).values}
+    assert {file for file, _ in COMMANDS.values()} == sweeps
+    found: dict[str, set[str]] = {"fig3.toml": set(), "fig5.toml": set()}
+    for prores in ("off", "on"):
+        for table in ("Figs. 3 and 4", "Fig. 5"):
+            file, only = launched(table, {"PRORES": prores})
+            found[file] |= {run.name for run in runs_of(file, only)}
+    for name in BEFORE.keys() - UNMOVED:
+        file, only = launched(*moved(name))
+        found.setdefault(file, set()).update(run.name for run in runs_of(file, only))
+    assert found == {file: {run.name for run in sweep_of(file)[1]} for file in sweeps}
+    folders = [f"{sweep_of(file)[0].folder}/{name}" for file, names in found.items() for name in names]
+    assert len(folders) == len(set(folders)), "two runs would write into one folder"
+
+
+def test_examples_of_the_page() -> None:
+    lines = "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.S)).replace("\\\n", "").splitlines()
+    programs = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines]
+    for words in programs:
+        if "scripts/sweep.py" in words:
+            (file,) = (Path(word).relative_to("train_configs/paper") for word in words if word.endswith(".toml"))
+            options = command._parser().parse_args(words[2:])
+            assert runs_of(str(file), *options.only) if options.only else options.collect
+        else:
+            name = words[words.index("--config") + 1].removeprefix("train_configs/").removesuffix(".toml")
+            recipe(name, 8, *(word for word in words if word.startswith("--") and "." in word))
+    assert len(programs) == 8
+
+
+def test_the_sweep_s_command_line_is_the_run(capsys: pytest.CaptureFixture) -> None:
+    file, only = launched("Table 2", {"SIZE": "350m", "METHOD": "post", "PRORES": "on"})
+    assert command.main([str(PAPER / file), "--only", only, "--dry-run"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if not line.startswith("#"))
+    words = shlex.split(line)
+    assert words[words.index("launch") :][:3] == ["launch", "--nproc", "8"]
+    start = words.index("--config")
+    tree = config.load(Path(words[start + 1]), words[start + 2 :], registry.builtin_folder() / "defaults.toml")
+    assert now(resolve(tree, 8)) == before("350m/post_prores.toml") != before("350m/post.toml")
 
 
 def held(report: str) -> dict[str, int]:
@@ -120,7 +232,7 @@ def test_recipes_of_a_size_are_the_paper_s(size: str) -> None:
     for scheme, (norm, init, warmup) in SCHEMES.items():
         if size not in TABLE_2 and scheme in ("pre_ds", "pre_scaled"):
             continue
-        built = recipe(f"paper/{size}/{scheme}_prores", 8)
+        built = recipe_of(*launched(*moved(f"{size}/{scheme}_prores.toml")))
         model, optimizer, training = built.slots["model"].config, built.slots["optimizer"].config, built.training
         assert (model.dim, model.ffn_dim, model.n_heads, model.n_layers) == (dim, ffn_dim, n_heads, n_layers)
         assert (model.vocab_size, model.norm_eps, model.tie_embeddings) == (32000, 1e-5, False)
@@ -139,35 +251,50 @@ def test_recipes_of_a_size_are_the_paper_s(size: str) -> None:
         assert alpha.alpha(total)[-1] == 1 > alpha.alpha(total - 1)[-1]
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_pair_differs_in_one_line(name: str) -> None:
-    lines = (PAPER / f"{name}_prores.toml").read_text().split("\n\n")
-    assert lines[1] == f'base = ["./{Path(name).name}.toml"]'
-    assert lines[3].split() == ["[transforms.prores]", "enabled", "=", "true"] and len(lines) == 4
-    without, with_prores = (flatten(recipe(f"paper/{name}{end}", 8).to_dict()) for end in ("", "_prores"))
-    differing = {key for key in without | with_prores if without.get(key) != with_prores.get(key)}
-    assert differing - {("job", "description")} == {("job", "dump_folder"), ("transforms", "prores", "enabled")}
-    for end, table in (("", without), ("_prores", with_prores)):
-        assert table["job", "dump_folder"] == f"outputs/paper/{name}{end}"
+@pytest.mark.parametrize("file", PAIRED)
+def test_a_pair_differs_in_prores_alone(file: str) -> None:
+    sweep, runs = sweep_of(file)
+    assert (sweep.pair.axis, sweep.pair.baseline, sweep.pair.treatment) == ("prores", "off", "on")
+    for run in runs[::2]:
+        both = [run, next(each for each in runs if each.name == run.name.replace("prores=off", "prores=on"))]
+        without, with_prores = (flatten(sweep_recipe(sweep, each).to_dict()) for each in both)
+        differing = {key for key in without | with_prores if without.get(key) != with_prores.get(key)}
+        assert differing == {("job", "dump_folder"), ("transforms", "prores", "enabled")}
+        assert with_prores["transforms", "prores", "enabled"] is True
 
 
 def test_data_sets_and_the_run_without_lr_warmup() -> None:
-    for name in BASELINES:
-        data = recipe(f"paper/{name}", 8).slots["dataset"].config
-        climbmix = name.startswith("climbmix/")
-        assert (data.path, data.subset) == (("OptimalScale/ClimbMix", "default") if climbmix else ("allenai/c4", "en"))
-    found = {name.split("/")[1] for name in BASELINES if name.startswith("climbmix/")}
-    assert found == {"130m", "350m", "1.3b"}
-    for size in found:
-        same = [flatten(recipe(f"paper/{where}{size}/pre", 8).to_dict()) for where in ("", "climbmix/")]
+    for file in PAIRED:
+        sweep, runs = sweep_of(file)
+        data = {sweep_recipe(sweep, run).slots["dataset"].config for run in runs}
+        climbmix = file == "table7.toml"
+        expected = ("OptimalScale/ClimbMix", "default") if climbmix else ("allenai/c4", "en")
+        assert {(each.path, each.subset) for each in data} == {expected}
+    runs = sweep_of("table7.toml")[1]
+    assert [run.values["size"] for run in runs[::2]] == list(TABLE_2)
+    for size in TABLE_2:
+        only = f"size={size},method=pre,prores=off"
+        same = [flatten(recipe_of(file, only).to_dict()) for file in ("table2.toml", "table7.toml")]
         assert {key[0] for key in same[0] if same[0][key] != same[1][key]} == {"job", "dataset"}
-    assert recipe("paper/350m/pre_no_lr_warmup", 8).slots["lr_scheduler"].config.warmup_steps == 0
+    built = recipe_of("beyond.toml", "method=pre_no_lr_warmup,prores=off")
+    assert built.slots["lr_scheduler"].config.warmup_steps == 0
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_every_recipe_builds(name: str) -> None:
+DEEP = ("71m-72", "71m-96", "71m-120")  # take a second each
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        pytest.param(file, run.name, marks=pytest.mark.slow if run.values["size"] in DEEP else [])
+        for file in PAIRED
+        for run in sweep_of(file)[1]
+        if run.values["prores"] == "on"
+    ],
+)
+def test_every_recipe_builds(file: str, name: str) -> None:
     """With ProRes, one part more; on the meta device, as for `--check`, which counts bytes for the sizes below."""
-    built = recipe(f"paper/{name}_prores", 8)
+    built = recipe_of(file, name)
     missing: list = []
     model = build_components(built, plan_mesh(built.parallelism, 8), missing).model
     assert {each.key for each in missing} <= {"tokenizer.path", "dataset.name"}
@@ -176,8 +303,7 @@ def test_every_recipe_builds(name: str) -> None:
 
 
 def test_table_6_has_the_paper_s_rows() -> None:
-    sweep = plan.load(PAPER / "table6.toml")
-    runs = sweep.runs(lambda run: None)
+    sweep, runs = sweep_of("table6.toml")
     assert len(runs) == 3 * 21 + 2
     for run in runs:
         schedule = run.values["schedule"]
@@ -212,11 +338,6 @@ FIG_1 = {
 }
 
 
-def sweep_recipe(sweep: plan.Sweep, run: plan.Run) -> Recipe:
-    tree = config.load(sweep.recipe_of(run), sweep.overrides(run), registry.builtin_folder() / "defaults.toml")
-    return resolve(tree, sweep.file.ranks)
-
-
 def scheme_of(built: Recipe) -> tuple[str, str, int]:
     """Norm, init and warmup of the learning rate, as in SCHEMES."""
     model, schedule = built.slots["model"].config, built.slots["lr_scheduler"].config
@@ -225,11 +346,11 @@ def scheme_of(built: Recipe) -> tuple[str, str, int]:
 
 
 def test_fig_1_has_the_paper_s_curves_at_every_depth() -> None:
-    sweep = plan.load(PAPER / "fig1.toml")
+    sweep, runs = sweep_of("fig1.toml")
     lines = sweep.runs_of_plot("depth", lambda run: None)
     assert set(lines) == set(FIG_1)
     found: dict[tuple, list[float]] = {}
-    for run in sweep.runs(lambda run: None):
+    for run in runs:
         built = sweep_recipe(sweep, run)
         model = built.slots["model"].config
         assert (model.dim, model.ffn_dim, model.n_heads) == (512, 1368, 8)
@@ -244,11 +365,11 @@ def test_fig_1_has_the_paper_s_curves_at_every_depth() -> None:
     }
     assert {key: sorted(rates) for key, rates in found.items()} == expected
     # A line has one run a depth; DeepNorm's is that of the lowest metric of its depth.
-    values = {"24": "0.001", "48": "0.0005", "72": "0.002", "96": "0.0015", "120": "0.001"}
-    chosen = sweep.runs_of_plot("depth", lambda run: float(run.values["lr"] != values[run.values["layers"]]))
-    assert {run.values["layers"]: run.values["lr"] for run in chosen["DeepNorm"]} == values
+    values = {"71m-24": "0.001", "71m-48": "0.0005", "71m-72": "0.002", "71m-96": "0.0015", "71m-120": "0.001"}
+    chosen = sweep.runs_of_plot("depth", lambda run: float(run.values["lr"] != values[run.values["size"]]))
+    assert {run.values["size"]: run.values["lr"] for run in chosen["DeepNorm"]} == values
     for label, runs in chosen.items():
-        assert [run.values["layers"] for run in runs] == list(values), label
+        assert [run.values["size"] for run in runs] == list(values), label
 
 
 # size -> the rates that appendix A tries
@@ -258,57 +379,64 @@ SEARCHES = {"130m": [1e-3, 1.5e-3, 2e-3], "350m": [5e-4, 1e-3, 1.5e-3], "1.3b": 
 @pytest.mark.parametrize("size", SEARCHES)
 def test_searches_of_the_learning_rate(size: str) -> None:
     """Every scheme of Table 2 at every rate, without ProRes; the recipe of the table is the run of the rate chosen."""
-    sweep = plan.load(PAPER / f"lr_search_{size}.toml")
-    assert sweep.folder == Path(f"outputs/paper/lr_search_{size}")
+    sweep = sweep_of("lr_search.toml")[0]
     found: dict[str, list[float]] = {}
-    for run in sweep.runs(lambda run: None):
+    for run in runs_of("lr_search.toml", f"size={size}"):
         built, scheme = sweep_recipe(sweep, run), run.values["method"]
         assert scheme_of(built) == SCHEMES[scheme]
         assert "prores" not in {part.name for part in built.sets["transforms"]}
         found.setdefault(scheme, []).append(built.slots["optimizer"].config.lr)
-        table_2 = recipe(f"paper/{size}/{scheme}", 8)
+        table_2 = recipe_of("table2.toml", f"size={size},method={scheme},prores=off")
         mine, its = (flatten(each.to_dict()) for each in (built, table_2))
         differing = {key for key in mine | its if mine.get(key) != its.get(key)} - {("optimizer", "lr")}
-        assert differing <= {("job", "dump_folder"), ("job", "description")}, "nothing but the rate is searched"
+        assert differing == {("job", "dump_folder")}, "nothing but the rate is searched"
         chosen = built.slots["optimizer"].config.lr == table_2.slots["optimizer"].config.lr
-        cells = [each.cells.get(scheme) for each in sweep.file.beside if each.where["lr"] == run.values["lr"]]
-        assert cells == ([paper_perplexity(scheme, size)] if chosen else [None] * len(cells))
+        where = {"size": size, "lr": run.values["lr"]}
+        cells = [each.cells[scheme] for each in sweep.file.beside if each.where == where and scheme in each.cells]
+        assert cells == ([paper_perplexity(scheme, size).split()[0]] if chosen else [])
     assert found == {scheme: SEARCHES[size] for scheme in SCHEMES}
 
 
 def paper_perplexity(scheme: str, size: str) -> str:
-    """Of Table 2, without ProRes, as the README of the recipes has it."""
-    table = (PAPER / "README.md").read_text().split("\n## Table 2")[1].split("\n## ")[0]
-    (line,) = re.findall(rf"^\| `{scheme}`, `{scheme}_prores` \| [^|]+ \|(.*)", table, re.M)
-    return line.split("|")[TABLE_2.index(size)].split()[0]
+    """Of Table 2, without -> with ProRes, as the page has it."""
+    table = PAGE.split("\n## Table 2")[1].split("\n## ")[0]
+    (line,) = re.findall(rf"^\| `{scheme}` \| [^|]+ \|(.*) \|$", table, re.M)
+    return line.split("|")[TABLE_2.index(size)].strip()
+
+
+def test_figures_of_table_2_stand_beside_its_runs() -> None:
+    beside = sweep_of("table2.toml")[0].file.beside
+    assert [each.where for each in beside] == [{"size": size} for size in TABLE_2]
+    for size, each in zip(TABLE_2, beside, strict=True):
+        assert each.cells == {scheme: paper_perplexity(scheme, size) for scheme in SCHEMES}
 
 
 def test_the_readme_s_table_3_adds_up() -> None:
     """The columns of Pre-LN average to its row, and the mean gains to that of the seven schemes."""
-    text = (PAPER / "README.md").read_text()
-    columns = re.findall(r"^\| [\w-]+ \| ([\d.]+) -> ([\d.]+) \| \+([\d.]+) \|$", text, re.M)
+    columns = re.findall(r"^\| [\w-]+ \| ([\d.]+) -> ([\d.]+) \| \+([\d.]+) \|$", PAGE, re.M)
     without, with_prores, gains = ([float(value) for value in column] for column in zip(*columns, strict=True))
     averages = re.findall(
-        r"^\| `(\w+)`, `\w+` \| [\d.]+ -> [\d.]+ \| [\d.]+ -> [\d.]+ \| ([\d.]+) -> ([\d.]+) \|$", text, re.M
+        r"^\| `(\w+)` \| [\d.]+ -> [\d.]+ \| [\d.]+ -> [\d.]+ \| ([\d.]+) -> ([\d.]+) \|$", PAGE, re.M
     )
-    assert len(columns) == 10 and [name for name, *_ in averages if name != "recipe"] == list(SCHEMES)
+    assert len(columns) == 10 and [name for name, *_ in averages] == list(SCHEMES)
     pre = averages[0]
     assert [sum(without) / 10, sum(with_prores) / 10] == pytest.approx([float(pre[1]), float(pre[2])], abs=0.006)
     gain = sum(float(b) - float(a) for _, a, b in averages) / len(averages)
     assert sum(gains) / 10 == pytest.approx(gain, abs=0.01)
 
 
-CHECKED = {f"paper/{size}/pre_prores": size for size in ("71m", "130m", "350m", "1.3b", "3b")} | {"llama_7b": "7b"}
+CHECKED = {f"paper/{size}": size for size in ("71m", "130m", "350m", "1.3b", "3b")} | {"llama_7b": "7b"}
+WITH_PRORES = "--transforms.prores.enabled=true"
 CELLS = [(name, size) for name in CHECKED for size in (8, 64)]
 
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [pytest.param(*cell, marks=[] if cell == ("paper/71m/pre_prores", 8) else pytest.mark.slow) for cell in CELLS],
+    [pytest.param(*cell, marks=[] if cell == ("paper/71m", 8) else pytest.mark.slow) for cell in CELLS],
 )
 def test_check_on_this_machine(name: str, world_size: int) -> None:
     start = time.perf_counter()
-    report = check.report(built := recipe(name, world_size), world_size)
+    report = check.report(built := recipe(name, world_size, WITH_PRORES), world_size)
     print(f"{name} for {world_size} ranks: {time.perf_counter() - start:.1f} s")
     dim, ffn_dim, _, n_layers, _, _ = SIZES[CHECKED[name]]
     parameters = 2 * 32000 * dim + n_layers * (4 * dim**2 + 3 * dim * ffn_dim + 2 * dim) + dim
@@ -348,7 +476,7 @@ def test_checkpointing_makes_room() -> None:
     modes = {"none": "enabled=false", "selective": "mode=selective", "full": "mode=full"}
     sizes = {
         mode: held(
-            check.report(recipe("paper/1.3b/pre_prores", 8, short, f"--transforms.activation_checkpoint.{key}"), 8)
+            check.report(recipe("paper/1.3b", 8, WITH_PRORES, short, f"--transforms.activation_checkpoint.{key}"), 8)
         )
         for mode, key in modes.items()
     }
