@@ -98,7 +98,7 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
     assert f"{NAMES[1]}: goes on" in out and f"{NAMES[0]}: " not in out
     assert "resuming at step" in (runs / NAMES[1] / "train.log").read_text()
     assert (runs / NAMES[0] / "metrics.jsonl").read_bytes() == first, "a run that has ended is not run again"
-    table = (runs / "results" / "table.md").read_text()
+    table = (runs / "table.md").read_text()
     assert "2 of 2 runs have ended: 2 finished" in table and "| 1 + 1 |" in table
 
     # Straight through, two at a time.
@@ -106,13 +106,10 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
     finish(start(straight, "--jobs", "2"), 0)
     for name in NAMES:
         assert losses(tmp_path / "straight" / name) == losses(runs / name)
-        ends = [
-            json.loads((tmp_path / each / "results" / name / "result.json").read_text())
-            for each in ("runs", "straight")
-        ]
+        ends = [json.loads((tmp_path / each / name / "result.json").read_text()) for each in ("runs", "straight")]
         assert ends[0]["final"] == ends[1]["final"] and ends[0]["step"] == 30
     again = finish(start(straight), 0)
-    assert "2 of 2 runs have ended" in again and "starts" not in again and "straight/results/table.md" in again
+    assert "2 of 2 runs have ended" in again and "starts" not in again and "straight/table.md" in again
 
 
 def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
@@ -136,7 +133,7 @@ def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
         process = start(file)
     said += finish(process, 0)
     assert f"{NAMES[0]}: another process is at it; waiting for that" in said and f"{NAMES[1]}: finished" in said
-    assert "2 finished" in (runs / "results" / "table.md").read_text()
+    assert "2 finished" in (runs / "table.md").read_text()
     for name in NAMES:
         assert len(losses(runs / name)) == 400, "every step once"
 
@@ -155,4 +152,4 @@ def test_runs_that_fail_or_are_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("[axes]", settings))
     out = finish(start(file), 0)
     assert out.count(": diverged after") == 2, out
-    assert (tmp_path / "diverging" / "results" / "table.md").read_text().count("diverged: prores") == 2
+    assert (tmp_path / "diverging" / "table.md").read_text().count("diverged: prores") == 2

@@ -274,7 +274,7 @@ def test_a_sweep_counts_like_a_recipe(places):
     text = """
 recipe = "{}"
 folder = "out"
-results = "./results"
+results = "./results.jsonl.gz"
 [settings.dataset]
 files = ["./a.txt", "b.txt"]
 [axes.table]
@@ -284,7 +284,7 @@ two = {{ transforms.prores.residual_schedule.path = "2.csv" }}
     file.write_text(text.format("./base.toml"))
     sweep = plan.load(file)
     recipe = sweep.recipe_of(sweep.planned[0])
-    assert (recipe, sweep.results) == (folder / "recipes" / "base.toml", folder / "recipes" / "results")
+    assert [recipe, sweep.results] == [folder / "recipes" / name for name in ("base.toml", "results.jsonl.gz")]
     assert sweep.folder == Path("out")
     one, two = (sweep.overrides(run) for run in sweep.planned)
     assert f'--dataset.files=["{folder}/recipes/a.txt", "b.txt"]' in one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import resource
@@ -15,6 +16,7 @@ import pytest
 
 from titan_prores import config
 from titan_prores.errors import ConfigError, ConfigErrors, duration
+from titan_prores.plots import packed
 from titan_prores.sweep import command, plan, runner, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.results import Result
@@ -270,14 +272,14 @@ def test_collect_and_list_of_a_sweep_without_a_file(tmp_path: Path, capsys: pyte
     assert command.main([*arguments, "--collect"]) == 0
     out = capsys.readouterr().out
     assert "| lr | seeds | norm pre | norm post | difference |" in out and "Differences are norm post minus pre" in out
-    seconds = sum(json.loads(file.read_text())["seconds"] for file in (tmp_path / "results").rglob("result.json"))
+    seconds = sum(line["seconds"] for line in packed.read(tmp_path / "results.jsonl.gz").values())
     assert 0 < seconds < 3600 and f"8 of 8 runs have ended: 8 finished; {duration(seconds)} in training steps." in out
-    assert out.endswith(f"tables: {tmp_path}/results/table.md, table.csv, runs.csv\n")
-    table = (tmp_path / "results" / "table.md").read_text()
+    assert out.endswith(f"tables: {tmp_path}/table.md, table.csv, runs.csv\n")
+    table = (tmp_path / "table.md").read_text()
     assert table in out
-    runs = (tmp_path / "results" / "runs.csv").read_text().splitlines()
+    runs = (tmp_path / "runs.csv").read_text().splitlines()
     assert runs[0].startswith("lr,norm,seed,state,") and runs[1].startswith("0.001,pre,0,finished,")
-    assert (tmp_path / "results" / "table.csv").read_text().startswith("lr,baseline_n,")
+    assert (tmp_path / "table.csv").read_text().startswith("lr,baseline_n,")
 
     assert command.main([*arguments, "--list"]) == 0
     listed = capsys.readouterr().out
@@ -287,7 +289,7 @@ def test_collect_and_list_of_a_sweep_without_a_file(tmp_path: Path, capsys: pyte
         assert "with --collect makes the tables" in capsys.readouterr().out
     assert command.main([*arguments, "--only", "lr=0.001,norm=pree,seed=0"]) == 2
     assert "did you mean pre?" in capsys.readouterr().err
-    assert "in steps" in listed and listed.count("seconds") == 8 and f"tables: {tmp_path}/results/table.md" in listed
+    assert "in steps" in listed and listed.count("seconds") == 8 and f"tables: {tmp_path}/table.md" in listed
 
     assert command.main([*arguments]) == 0, "with nothing left to run it ends with its table, too"
     assert capsys.readouterr().out == out
@@ -429,23 +431,23 @@ def test_a_finished_run_is_read_and_kept(read, tmp_path: Path) -> None:
     book = Book(sweep)
     found = book.result(run)
     assert (found.state, found.step, found.seconds) == ("finished", 20, 10.0)
-    assert found.final == {
-        "loss": 3.0,
-        "tokens": 20480,
-        "validation_loss": 2.25,
-        "validation_perplexity": math.exp(2.25),
-    }
+    assert found.final == {"loss": 3.0, "tokens": 20480, "validation_loss": 2.25, "validation_perplexity": 9.487736}
     assert book.metric(run) == 2.25
-    book.keep_all()
-    assert book.file(run).stat().st_size < 6000
-    rows = [json.loads(line) for line in (book.file(run).parent / "metrics.jsonl").read_text().splitlines()]
-    assert rows[:2] == [{"step": 1, "loss": 4.9}, {"step": 2, "loss": 4.8}] and len(rows) == 21
-    assert rows[-1] == {"step": 20, "validation": True, "validation_loss": 2.25}
+    book.pack()
+    assert sweep.results.stat().st_size < 3000
+    [line] = packed.read(sweep.results).values()
+    assert line["series"] == {
+        "loss": [[*range(1, 21)], [round(5 - k / 10, 1) for k in range(1, 21)]],
+        "validation_loss": [[20], [2.25]],
+    }
 
-    # From the repository alone: the run folder is gone.
+    # From that file alone: the run folder is gone.
     (sweep.folder / run.name).rename(tmp_path / "elsewhere")
-    again = Book(sweep).result(run)
-    assert again.state == "finished" and again.final["validation_loss"] == 2.25
+    again = Book(sweep)
+    assert again.result(run) == found
+    before = sweep.results.stat().st_mtime_ns
+    again.pack()
+    assert sweep.results.stat().st_mtime_ns == before, "nothing new, nothing written"
 
 
 @pytest.mark.parametrize(
@@ -488,16 +490,17 @@ def test_kept_results_are_judged_as_the_sweep_asks_now(read, tmp_path: Path) -> 
     sweep = read()
     run = sweep.planned[0]
     fake_run(sweep.folder / run.name, loss=2.25)
-    Book(sweep).keep_all()
-    course = Book(sweep).file(run).parent / "metrics.jsonl"
+    Book(sweep).pack()
+    series = lambda: packed.read(sweep.results)[run.name]["series"]  # noqa: E731
 
     strict = Book(read("", "diverged_above = 2.0\n" + FILE)).result(run)
     assert strict.state == "diverged" and "ended at 2.25" in strict.error
     assert Book(read("", "diverged_above = 3.0\n" + FILE)).result(run).state == "finished"
 
-    assert "tokens" not in course.read_text()
-    Book(read("", 'keep = ["loss", "tokens"]\n' + FILE)).keep_all()
-    assert json.loads(course.read_text().splitlines()[1]) == {"step": 2, "loss": 4.8, "tokens": 2048}
+    assert "tokens" not in series()
+    Book(read("", 'keep = ["loss", "tokens"]\n' + FILE)).pack()
+    assert series().keys() == {"loss", "tokens"}
+    assert [values[:2] for values in series()["tokens"]] == [[1, 2], [1024, 2048]]
 
     other = 'metric = "validation_perplexity"\n' + FILE
     assert Book(read("", other)).metric(run) == pytest.approx(math.exp(2.25))
@@ -511,14 +514,25 @@ def test_damaged_files_of_a_sweep_are_named(read) -> None:
     run = sweep.planned[0]
     folder = sweep.folder / run.name
     folder.mkdir(parents=True)
-    (folder / "sweep.json").write_text('{"recipe": {')
+    (folder / "result.json").write_text('{"recipe": {')
     with pytest.raises(ConfigError, match="is damaged") as caught:
         Book(sweep).result(run)
-    assert str(caught.value).startswith(f"'{folder / 'sweep.json'}': is damaged")
-    Book(sweep).file(run).parent.mkdir(parents=True)
-    Book(sweep).file(run).write_text('{"name": "x", "values": {}, "final": null}')
-    with pytest.raises(ConfigError, match="is no result of a run"):
+    assert str(caught.value).startswith(f"'{folder / 'result.json'}': is damaged")
+    (folder / "result.json").write_text('{"name": "x", "values": {}, "final": null}')
+    with pytest.raises(ConfigError, match="is not the result of a run"):
         Book(sweep).result(run)
+    whole = gzip.compress(b'{"name": "x", "recipe": {}, "series": {}}\n')
+    for damaged, problem in (
+        (b"{}", "Not a gzipped file"),
+        (whole[:-3], "end-of-stream"),
+        (whole[:12] + b"??" + whole[14:], "is damaged"),
+        (gzip.compress(b'{"name"'), "is damaged"),
+        (gzip.compress(b'{"name": "x"}\n'), "line 1 lacks one of name, recipe, series"),
+        (gzip.compress(b"[1]\n"), "line 1 lacks"),
+    ):
+        sweep.results.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=problem):
+            Book(sweep)
 
 
 def test_numbers_keep_the_digits_that_tell_them_apart() -> None:
@@ -535,7 +549,7 @@ def test_results_of_other_settings_are_refused(read, tmp_path: Path) -> None:
     sweep = read()
     run = sweep.planned[0]
     fake_run(sweep.folder / run.name)
-    Book(sweep).keep_all()
+    Book(sweep).pack()
     for free in ("metrics.log_freq = 7", "checkpoint.interval = 3"):
         assert Book(read(f"[settings]\n{free}\n")).result(run).state == "finished"
     with pytest.raises(ConfigError, match=r"other settings: model\.dim: 64 -> 32"):
@@ -558,7 +572,7 @@ def test_settings_of_a_schedule_tell_results_apart(read) -> None:
     )
     for run in (without, with_prores):
         fake_run(sweep.folder / run.name)
-    Book(sweep).keep_all()
+    Book(sweep).pack()
     later = Book(read(text.format("total = 3000")))
     assert later.result(without).state == "finished", "of what is off nothing counts"
     with pytest.raises(ConfigError, match=r"residual_schedule\.T: 1000.* -> not set"):
@@ -586,14 +600,14 @@ options = ["--schedule=linear", "--layers=3"]
     sweep = read(STAGES + plots)
     for run in sweep.runs_of("lr"):
         fake_run(sweep.folder / run.name, loss=2.0 + float(run.values["lr"]))
-    command.collect(book := Book(sweep))
+    command.finish(book := Book(sweep))
     out = capsys.readouterr().out
-    drawn = sweep.results / "figures"
+    drawn = sweep.figures
     assert "figure norms: waits for" in out and [path.name for path in drawn.iterdir()] == ["schedules.png"]
     for lines in sweep.runs_of_plot("norms", book.metric).values():
         assert [(run.values["lr"], run.values["seed"]) for run in lines] == [("0.0005", "0"), ("0.0005", "1")]
         fake_run(sweep.folder / lines[1].name)
-    command.collect(Book(sweep))
+    command.finish(Book(sweep))
     assert "waits" not in capsys.readouterr().out and (drawn / "norms.png").stat().st_size > 1000
 
 

@@ -1,7 +1,9 @@
-"""Run folders as a plot reads them: rows by key, depth, scores."""
+"""Runs as a plot reads them, from their folders or from one file of many: series by key, depth, scores."""
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import glob
 import math
 import os
@@ -14,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from titan_prores.errors import ConfigError, nearest
+from titan_prores.plots import packed
+from titan_prores.plots.packed import Columns
 from titan_prores.run_folder import RunFolder, read_rows
 from titan_prores.spikes import spike_score
 
@@ -29,19 +33,19 @@ class Run:
 
     Attributes:
         label: what a legend calls it.
-        path: its folder.
-        rows: of metrics.jsonl.
+        path: its folder, or the file that it is in with its name as the last part.
+        columns: key of metrics.jsonl -> steps and values.
         recipe: the resolved recipe, nested tables.
     """
 
     label: str
     path: Path
-    rows: list[dict[str, Any]]
+    columns: Columns
     recipe: dict[str, Any]
 
     def has(self, key: str) -> bool:
         """Whether any row has `key`."""
-        return any(key in row for row in self.rows)
+        return key in self.columns
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps [N] and values, [N] or for lists a layer [N, L], of the rows that have `key`.
@@ -49,16 +53,15 @@ class Run:
         Raises:
             ConfigError: none has, or its values are not numbers.
         """
-        known = sorted({name for row in self.rows for name in row} - {"step", "skipped", "validation"})
-        found = [(row["step"], row[key]) for row in self.rows if key in row and "step" in row] if key in known else []
-        if not found:
+        if key not in self.columns:
+            known = sorted(self.columns)
             raise ConfigError(
                 "",
                 f"no row of {self.path} has {key}; was the part of [metrics] or [validation] on that writes it?",
                 allowed=known,
                 nearest=nearest(key, known),
             )
-        steps, values = zip(*found, strict=True)
+        steps, values = self.columns[key]
         try:
             return np.array(steps), np.array(values, dtype=np.float64)
         except (ValueError, TypeError):
@@ -97,7 +100,8 @@ class Run:
     def perplexity(self) -> float:
         """Held-out perplexity after the last step of the recipe; NaN where there is none, as of a run that failed."""
         last = self.setting("training", "steps")
-        found = [row["validation_loss"] for row in self.rows if row.get("step") == last and "validation_loss" in row]
+        course = zip(*self.columns.get("validation_loss", ([], [])), strict=True)
+        found = [value for step, value in course if step == last]
         if not found:
             return math.nan
         loss = float(found[-1])
@@ -115,11 +119,16 @@ class Run:
 
 
 def load_run(path: Path, label: str | None = None) -> Run:
-    """Read a run folder.
+    """Read a run folder, or a run in a file of `packed`, whose path is that of the file with the run's name below it.
 
     Raises:
-        ConfigError: it is none, or has no rows yet.
+        ConfigError: there is none, or it has no rows yet.
     """
+    if path.parent.is_file():
+        line = _packed(path.parent)[path.name]
+        return Run(label or path.name, path, line["series"], line["recipe"])
+    if path.is_file():
+        raise ConfigError("RUN", "is a file", value=str(path), allowed=f"a run folder, or {path}/NAME if it holds runs")
     folder = RunFolder(path, is_main=False)
     for file in (folder.metrics_file, folder.recipe_file):
         if not file.is_file():
@@ -128,9 +137,9 @@ def load_run(path: Path, label: str | None = None) -> Run:
         recipe = tomllib.loads(folder.recipe_file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("", f"{folder.recipe_file} is no TOML: {error}") from None
-    if not (rows := list(read_rows(folder.metrics_file))):
+    if not (columns := packed.columns(read_rows(folder.metrics_file))):
         raise ConfigError("", f"{folder.metrics_file} has no rows")
-    return Run(label or path.resolve().name, path, rows, recipe)
+    return Run(label or path.resolve().name, path, columns, recipe)
 
 
 def load_runs(arguments: Sequence[str]) -> list[Run]:
@@ -161,7 +170,20 @@ def split_label(argument: str) -> tuple[str, str]:
 
 def _matching(pattern: str) -> list[str]:
     """The path itself, where there is one of that name, or those that the pattern stands for."""
+    file, name = os.path.split(pattern)
+    if os.path.isfile(file):
+        return [os.path.join(file, each) for each in fnmatch.filter(_packed(Path(file)), name)]
     return [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+
+
+def _packed(file: Path) -> dict[str, dict[str, Any]]:
+    return _read_packed(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _read_packed(file: Path, stamp: int) -> dict[str, dict[str, Any]]:
+    """The lines of a file as of a time stamp; a figure reads several."""
+    return packed.read(file)
 
 
 def ema(values: np.ndarray, decay: float) -> np.ndarray:

@@ -18,7 +18,7 @@ from titan_prores.sweep.plan import Run, Sweep
 from titan_prores.sweep.runner import Book, Runner, command, slurm_script
 from titan_prores.tables import replace_between, show
 
-TABLES = ("table.md", "table.csv", "runs.csv")  # below the folder of the results
+TABLES = ("table.md", "table.csv", "runs.csv")  # below the folder of the runs
 LONGEST_TABLE = 60  # lines that are printed at the end; of more, only the first
 
 EPILOG = """\
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
     modes.add_argument("--list", action="store_true", help="print every run and its state")
-    modes.add_argument("--collect", action="store_true", help="only make the tables from what there is")
+    modes.add_argument("--collect", action="store_true", help="only collect results, make tables and draw figures")
     modes.add_argument("--slurm", action="store_true", help="print a Slurm array script for what is left")
     bare = parser.add_argument_group("instead of FILE")
     bare.add_argument("--config", metavar="RECIPE", help="the recipe that every run starts from")
@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ConfigError("--only", "not valid with --collect, which makes the tables of all runs")
     book = Book(sweep, retry_failed=options.retry_failed)
     if options.collect:
-        collect(book)
+        finish(book)
         return 0
     runs = book.runs()
     wanted = sweep.selection(runs, options.only)
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if runs_here:
         if options.only:  # other processes may be running it: the tables are left to --collect
             status = Runner(book, options.jobs, _say).run(wanted)
-            _say(f"results are in {sweep.results}; the same command with --collect makes the tables")
+            _say(f"the runs are below {sweep.folder}; the same command with --collect makes the tables")
             return status
         write_tables(book)
         status = Runner(book, options.jobs, _say, lambda: write_tables(book)).run()
@@ -180,14 +180,9 @@ def _list(book: Book, runs: Sequence[Run]) -> None:
     print(_place(book.sweep))
 
 
-def collect(book: Book) -> None:
-    """Keep the result of every run that has ended, write the tables and print them, and draw the figures."""
-    book.keep_all()
-    finish(book)
-
-
 def finish(book: Book) -> None:
-    """Write the tables, print them and where they are, and draw the figures."""
+    """Write the file of results and the tables, print these and where they are, and draw the figures."""
+    book.pack()
     text = write_tables(book)
     if text.count("\n") > LONGEST_TABLE:
         text = text.partition("\n")[0] + "\n"
@@ -196,8 +191,8 @@ def finish(book: Book) -> None:
 
 
 def _place(sweep: Sweep) -> str:
-    written = [name for name in TABLES if (sweep.results / name).exists()]
-    return f"tables: {sweep.results / written[0]}, {', '.join(written[1:])}" if written else f"runs: {sweep.folder}"
+    written = [name for name in TABLES if (sweep.folder / name).exists()]
+    return f"tables: {sweep.folder / written[0]}, {', '.join(written[1:])}" if written else f"runs: {sweep.folder}"
 
 
 def check_plots(sweep: Sweep) -> None:
@@ -228,9 +223,9 @@ def draw(book: Book) -> None:
         status = plots.main(
             [
                 plot.draw,
-                *(f"{label}={book.file(run).parent}" for label, run in runs),
+                *(f"{label}={sweep.results / run.name}" for label, run in runs),
                 *plot.options,
-                f"--output={sweep.results / 'figures' / plot.name}",
+                f"--output={sweep.figures / plot.name}.png",
             ]
         )
         if status:
@@ -238,13 +233,13 @@ def draw(book: Book) -> None:
 
 
 def write_tables(book: Book) -> str:
-    """Write TABLES beside the results, and the report if there is one; returns the tables."""
+    """Write TABLES beside the runs, and the report if there is one; returns the tables."""
     sweep = book.sweep
     results = [book.result(run) for run in book.runs()]
     text = statistics.report(sweep, results)
     contents = (text, statistics.table_csv(sweep, results), statistics.runs_csv(sweep, results))
     for name, content in zip(TABLES, contents, strict=True):
-        write_atomically(sweep.results / name, content.encode())
+        write_atomically(sweep.folder / name, content.encode())
     if sweep.report is not None:
         replace_between(sweep.report, "sweep", text)
     return text

@@ -18,6 +18,7 @@ from titan_prores.config import Section, dotted, setting
 from titan_prores.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.parts import resolve_section
 from titan_prores.paths import PathRule, ReadPath, WritePath, located
+from titan_prores.plots.packed import SUFFIX
 from titan_prores.recipe import SECTIONS, flatten
 
 SEED = "seed"  # the axis that every sweep has; statistics are taken over it
@@ -60,7 +61,7 @@ class Line(Section):
 class Plot(Section):
     """One figure, drawn from the results once all of its runs have ended."""
 
-    name: str = setting(help="of its files, in the folder figures of the results", min_length=1)
+    name: str = setting(help="of its file", min_length=1)
     draw: str = setting(help="a command of scripts/plot.py", min_length=1)
     options: tuple[str, ...] = setting((), "what else the command takes")
     lines: tuple[Line, ...] = setting((), "its runs")
@@ -74,11 +75,12 @@ class SweepFile(Section):
     )
     folder: WritePath = setting(help="run folders go below it", min_length=1)
     results: ReadPath | None = setting(
-        None, "folder of the small files that tables are made of; default below `folder`"
+        None, f"file that keeps what the runs gave, for tables and figures; default results{SUFFIX} below `folder`"
     )
+    figures: ReadPath | None = setting(None, "folder of the figures; default figures below `folder`")
     keep: tuple[str, ...] = setting(
         ("loss", "grad_norm", "validation_loss"),
-        "keys of metrics.jsonl whose values are kept with a result, of every step, for scripts/plot.py to draw",
+        "keys of metrics.jsonl whose values of every step are kept with the results, for figures",
     )
     report: ReadPath | None = setting(None, "a file with marks that tables are written between")
     ranks: int = setting(1, "processes of each run, more than one by titan-prores launch", ge=1)
@@ -155,7 +157,10 @@ class Sweep:
         self.file, self.path, self._tree = file, path, tree
         self._errors: list[ConfigError] = []
         self.folder = Path(file.folder)
-        self.results = Path(file.results) if file.results else self.folder / "results"
+        self.results = Path(file.results) if file.results else self.folder / f"results{SUFFIX}"
+        if not self.results.name.endswith(SUFFIX):
+            self._refuse("results", f"must end in {SUFFIX}", value=file.results)
+        self.figures = Path(file.figures) if file.figures else self.folder / "figures"
         self.report = Path(file.report) if file.report else None
         # axis -> value -> changes of the recipe, as dotted key -> value
         self.axes: dict[str, dict[str, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""What became of a run: read from its folder, and kept in a small one that is enough for every table and figure."""
+"""What became of a run: as its folder tells, and as one line of a file from which every table and figure is made."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import Any
 
 from titan_prores.config import dotted
 from titan_prores.errors import ConfigError, shown
+from titan_prores.plots import packed
 from titan_prores.recipe import SETS, SLOTS, Recipe, differences
 from titan_prores.registry import KINDS
-from titan_prores.run_folder import RunFolder, read_rows, write_atomically
+from titan_prores.run_folder import RunFolder, plain, read_rows, write_atomically
 
 ENDED = ("finished", "diverged", "failed")
 # Sections of a recipe that change nothing about what is learned.
 FREE_SECTIONS = ("job", "checkpoint", "metrics", "comm", "profiling")
-# What a row of metrics.jsonl has beside what was measured.
-ROW_MARKS = ("step", "validation", "skipped")
-FILE = "result.json"
+FILE = "result.json"  # in the run folder: what the sweep started there, and once it has ended what became of it
 DIGITS = 7  # of a result: more than any difference between seeds needs
-COURSE_DIGITS = 5  # of a step's values, of which there are many
-NOTE = "sweep.json"  # in the run folder: what the sweep started there
+SERIES_DIGITS = 5  # of a step's values, of which there are many
 
 
 @dataclass
@@ -38,7 +36,6 @@ class Result:
         steps: of the whole run.
         final: last training loss, last validation loss and perplexity, the metric compared, tokens trained on.
         error: why it diverged or failed.
-        kept: keys whose course is kept beside the result.
         seconds: spent in steps; validation and checkpoints are not in it.
         recipe: the settings that the result depends on, to notice when the sweep has changed.
         surroundings: versions, CPU and commit.
@@ -51,7 +48,6 @@ class Result:
     steps: int = 0
     final: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    kept: list[str] = field(default_factory=list)
     seconds: float = 0.0
     recipe: dict[str, Any] = field(default_factory=dict)
     surroundings: dict[str, Any] = field(default_factory=dict)
@@ -66,45 +62,49 @@ class Result:
             return None
         return self.final.get(key, math.inf) if self.state == "finished" else math.inf
 
-    def write(self, file: Path) -> None:
-        """One key a line, so that a change of one is one line of a diff."""
-        values = asdict(self) | {key: _rounded(getattr(self, key)) for key in ("final", "seconds")}
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
-        write_atomically(file, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    def to_dict(self) -> dict[str, Any]:
+        """As strict JSON takes it."""
+        return plain(asdict(self))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], file: Path) -> Result:
+        """The result that `to_dict` made `values` of.
+
+        Raises:
+            ConfigError: `values`, of `file`, are not a result.
+        """
+        try:
+            result = cls(**{key: value for key, value in values.items() if key != "series"})
+            result.final = {key: float(value) for key, value in result.final.items()}
+            return result
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError("", f"is not the result of a run: {error}", value=str(file)) from error
+
+    def write(self, folder: Path) -> None:
+        """Leave it in the run folder."""
+        write_atomically(folder / FILE, (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
 
-def read(file: Path) -> Result:
-    """A result that `Result.write` wrote.
+def read(folder: Path) -> Result | None:
+    """What the sweep has written into a run folder, if anything.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is damaged.
     """
+    file = folder / FILE
     try:
-        result = Result(**json.loads(file.read_text(encoding="utf-8")))
-        result.final = {key: float(value) for key, value in result.final.items()}
-        return result
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError("", f"is no result of a run: {error}", value=str(file)) from error
+        return Result.of(json.loads(file.read_text(encoding="utf-8")), file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        problem = f"is damaged ({error}): nothing tells which settings its run has"
+        raise ConfigError("", problem, value=str(file), allowed="remove the run's folder") from error
 
 
-def keep_course(run_folder: Path, folder: Path, keys: Sequence[str]) -> None:
-    """Put the recipe of a run and its rows, as far as they have one of the keys, where scripts/plot.py finds them.
-
-    Args:
-        run_folder: of the run.
-        folder: to write them into.
-        keys: of metrics.jsonl.
-    """
-    run = RunFolder(run_folder, is_main=False)
-    lines = []
-    for row in read_rows(run.metrics_file):
-        if any(key in row for key in keys):
-            kept = {key: value for key, value in row.items() if key in (*keys, *ROW_MARKS)}
-            lines.append(json.dumps(_rounded(kept, COURSE_DIGITS), separators=(",", ":")) + "\n")
-    kept = RunFolder(folder, is_main=False)
-    write_atomically(kept.metrics_file, "".join(lines).encode())
-    if run.recipe_file.exists():
-        write_atomically(kept.recipe_file, run.recipe_file.read_bytes())
+def series(folder: Path, keys: Sequence[str]) -> packed.Columns:
+    """What a run folder's metrics.jsonl has of some keys, rounded."""
+    found = packed.columns(read_rows(RunFolder(folder, is_main=False).metrics_file))
+    return {key: [steps, _rounded(values, SERIES_DIGITS)] for key, (steps, values) in found.items() if key in keys}
 
 
 def changed(before: Mapping[str, Any], now: Recipe) -> list[str]:
@@ -163,7 +163,7 @@ def look(
     result.step, state = status.get("step", 0), status.get("state")
     rows = list(read_rows(folder / "metrics.jsonl"))
     steps = [row for row in rows if not row.get("validation")]
-    result.seconds = sum(row.get("step_seconds", 0.0) for row in steps)
+    result.seconds = _rounded(sum(row.get("step_seconds", 0.0) for row in steps))
     if state == "failed":
         result.state = "diverged" if status.get("error_type") == "NonFiniteError" else "failed"
         result.error = status.get("error", "")
@@ -174,11 +174,11 @@ def look(
         result.state = "finished"
     for key in ("loss", "tokens"):  # the row of a batch that was passed over has no loss
         if found := [row[key] for row in steps if key in row]:
-            result.final[key] = float(found[-1])
+            result.final[key] = _rounded(float(found[-1]))
     last = next((row for row in reversed(rows) if metric in row), {})
     for key in (metric, "validation_loss", "validation_perplexity"):
         if key in last:
-            result.final[key] = float(last[key])
+            result.final[key] = _rounded(float(last[key]))
     result.surroundings = _surroundings(_json(folder / "env.json") or {})
     if result.state == "finished" and last.get("step") != result.step:
         result.state, result.error = "failed", f"there is no {metric} of its last step"
@@ -198,27 +198,6 @@ def judge(result: Result, metric: str, diverged_above: float | None) -> None:
         result.state, result.error = "diverged", f"{metric} is not finite"
 
 
-def read_note(file: Path) -> dict[str, Any]:
-    """What the sweep wrote into a run folder when it started the run there.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))["recipe"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            "",
-            f"is damaged ({error}): nothing tells which settings its run has",
-            value=str(file),
-            allowed="remove the run's folder",
-        ) from error
-
-
-def write_note(file: Path, note: Mapping[str, Any]) -> None:
-    write_atomically(file, (json.dumps(note, indent=1) + "\n").encode())
-
-
 def _json(file: Path) -> dict[str, Any] | None:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -234,11 +213,7 @@ def _surroundings(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any, digits: int = DIGITS) -> Any:
-    """Floats to so many digits; the not finite as strings."""
-    if isinstance(value, Mapping):
-        return {key: _rounded(inner, digits) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
+    """Floats, also those in lists, to a number of significant digits."""
+    if isinstance(value, list):
         return [_rounded(inner, digits) for inner in value]
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
-    return value
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from titan_prores import config, registry
 from titan_prores.build import build_components
 from titan_prores.errors import ConfigError, ConfigErrors, duration
+from titan_prores.plots import packed
 from titan_prores.recipe import Recipe, plan_mesh, resolve
 from titan_prores.run_folder import RunFolder
 from titan_prores.shell import cores, environment_of_children
@@ -42,7 +42,9 @@ class Book:
         self.retry_failed = retry_failed
         self.started: set[str] = set()
         self._recipes: dict[str, Recipe] = {}
+        self._packed = packed.read(sweep.results)
         self._ended: dict[str, Result] = {}
+        self._from_file: set[str] = set()  # those of _ended that the run's folder does not tell
 
     def recipe(self, run: Run) -> Recipe:
         """The run's resolved recipe.
@@ -58,7 +60,7 @@ class Book:
         return self._recipes[run.name]
 
     def result(self, run: Run) -> Result:
-        """What became of the run: from the file of its result, else from its folder.
+        """What became of the run: as its folder tells, and where it has not ended there, as the file of results tells.
 
         Raises:
             ConfigError: what is there is of a run with other settings.
@@ -67,16 +69,17 @@ class Book:
             return self._ended[run.name]
         if run.waits:
             return Result(run.name, {axis: str(value) for axis, value in run.values.items()})
-        file, folder = self.file(run), self.sweep.folder / run.name
-        if file.exists():
-            result = results.read(file)
-            self._same(file, result.recipe, run)
-            self._as_asked_now(run, result)
-        else:
-            note = folder / results.NOTE
-            if note.exists():
-                self._same(note, results.read_note(note), run)
+        folder = self.folder(run)
+        result = results.read(folder)
+        if result is not None:
+            self._same(folder / results.FILE, result, run)
+        if result is None or not result.ended:
             result = self.look(run)
+        if not result.ended and run.name in self._packed:
+            result = Result.of(self._packed[run.name], self.sweep.results)
+            self._same(self.sweep.results, result, run)
+            self._from_file.add(run.name)
+        self._as_asked_now(run, result)
         if result.state == "failed" and self.retry_failed and run.name not in self.started:
             result.state = "unfinished"
         if result.ended:
@@ -88,7 +91,6 @@ class Book:
         file = self.sweep.file
         if result.state == "finished" and file.metric not in result.final:
             result.final |= self.look(run).final
-            result.kept = []  # so that it is written again
             if file.metric not in result.final:
                 raise ConfigError(
                     "metric",
@@ -98,43 +100,59 @@ class Book:
                 )
         results.judge(result, file.metric, file.diverged_above)
 
-    def _same(self, file: Path, recipe: dict[str, Any], run: Run) -> None:
-        if changes := results.changed(recipe, self.recipe(run)):
+    def _same(self, file: Path, result: Result, run: Run) -> None:
+        if changes := results.changed(result.recipe, self.recipe(run)):
             raise ConfigError(
                 "",
-                f"is of a run with other settings: {'; '.join(changes[:3])}",
+                f"has {run.name} with other settings: {'; '.join(changes[:3])}",
                 value=str(file),
-                allowed="move it away, or give the sweep another folder",
+                allowed="move it away, or give the sweep another folder and another file of results",
             )
 
     def look(self, run: Run) -> Result:
         """What the run's folder tells now."""
         file = self.sweep.file
-        folder = self.sweep.folder / run.name
-        return results.look(run.name, run.values, folder, self.recipe(run), file.metric, file.diverged_above)
+        return results.look(run.name, run.values, self.folder(run), self.recipe(run), file.metric, file.diverged_above)
 
     def metric(self, run: Run) -> float | None:
         return self.result(run).metric(self.sweep.file.metric)
 
-    def file(self, run: Run) -> Path:
-        return self.sweep.results / run.name / results.FILE
+    def folder(self, run: Run) -> Path:
+        return self.sweep.folder / run.name
+
+    def begin(self, run: Run) -> None:
+        """Leave in the run's folder what is started there."""
+        recipe = self.recipe(run)
+        settings = {"steps": recipe.training.steps, "recipe": results.relevant(recipe)}
+        Result(run.name, dict(run.values), "unfinished", **settings).write(self.folder(run))
+        self.started.add(run.name)
 
     def keep(self, run: Run, result: Result) -> None:
-        """Write the result of a run that has ended, and what it has measured on the way."""
-        file = self.file(run)
-        results.keep_course(self.sweep.folder / run.name, file.parent, self.sweep.file.keep)
-        result.kept = list(self.sweep.file.keep)
-        result.write(file)
-        self._ended[run.name] = results.read(file)
+        """Leave in the run's folder what became of it."""
+        result.write(self.folder(run))
+        self._ended[run.name] = result
+        self._from_file.discard(run.name)
 
-    def keep_all(self) -> None:
-        """Keep the result of every run that has ended and is not kept yet, or without what is to be kept now."""
+    def pack(self) -> None:
+        """Write the file of results: every run that has ended, what it has measured on the way, and what the file had.
+
+        Runs in it that the sweep no longer has stay there.
+        """
+        lines = {}
         for run in self.runs():
-            if run.waits or not (result := self.result(run)).ended:
+            if not (result := self.result(run)).ended:
                 continue
-            lacking = set(self.sweep.file.keep) - set(result.kept)
-            if not self.file(run).exists() or (lacking and (self.sweep.folder / run.name).exists()):
-                self.keep(run, result)
+            if run.name in self._from_file:
+                series = self._packed[run.name]["series"]
+            else:
+                series = results.series(self.folder(run), self.sweep.file.keep)
+                if results.read(self.folder(run)) is None:  # as of a run that was started by hand
+                    self.keep(run, result)
+            lines[run.name] = {**result.to_dict(), "series": series}
+        lines |= {name: line for name, line in self._packed.items() if name not in lines}
+        if lines != self._packed:
+            packed.write(self.sweep.results, lines)
+            self._packed = lines
 
     def runs(self) -> list[Run]:
         """All runs, with the values that results decide filled in where they are known."""
@@ -220,7 +238,6 @@ class Runner:
         Raises:
             ConfigError: a run was refused.
         """
-        self.book.keep_all()
         with self._signals():
             try:
                 while self._step(wanted):
@@ -267,7 +284,7 @@ class Runner:
 
     def _is_elsewhere(self, run: Run) -> bool:
         """Whether another sweep, or a run that outlived a killed one, is at it; then it is waited for."""
-        if not RunFolder(self.sweep.folder / run.name, is_main=False).held:
+        if not RunFolder(self.book.folder(run), is_main=False).held:
             self._elsewhere.discard(run.name)
             return False
         if run.name not in self._elsewhere:
@@ -276,12 +293,8 @@ class Runner:
         return True
 
     def _start(self, run: Run) -> None:
-        folder = self.sweep.folder / run.name
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = results.relevant(self.book.recipe(run))
-        note = {"grid": run.grid, "values": dict(run.values), "recipe": settings}
-        results.write_note(folder / results.NOTE, note)
-        self.book.started.add(run.name)
+        folder = self.book.folder(run)
+        self.book.begin(run)
         runs = self.book.runs()
         number = [other.name for other in runs].index(run.name) + 1
         self.say(f"[{number}/{len(runs)}] {self.sweep.title(run)}: {'goes on' if _stamp(folder) else 'starts'}")
@@ -304,7 +317,7 @@ class Runner:
     def _take(self, child: _Child) -> None:
         """Keep what became of a run whose process has ended."""
         run, status = child.run, child.process.returncode
-        folder = self.sweep.folder / run.name
+        folder = self.book.folder(run)
         result = self.book.look(run)
         told = _stamp(folder) != child.before
         if result.state == "unfinished" and told and _state(folder) == "stopped":
