@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "train_configs"
 GOLDEN = Path(__file__).parent / "golden"
 INHERITED = GOLDEN / "inherited.toml"
-# The recipes of runs whose results are kept here are resolved ones already.
-PATHS = sorted(path for path in FOLDER.rglob("*.toml") if "results" not in path.relative_to(FOLDER).parts)
+PATHS = sorted(FOLDER.rglob("*.toml"))
 TABLES = {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in PATHS}
 # A sweep, or what it stands on, says which recipe it is about; it is none.
 RECIPES = [path for path in PATHS if "recipe" not in config.load(path).values]

@@ -127,6 +127,16 @@ def test_all_components_load_nothing_heavy():
     assert not loaded & (HEAVY - {"torchao", "zstandard"})  # those two, other packages load where they find them
 
 
+def test_names_of_tracked_files():
+    """No = or , which shells and URLs treat specially, and no figure but as PNG."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    names = listed.stdout.split("\0")
+    assert len(names) > 100
+    assert [name for name in names if set("=,") & set(name) or name.endswith((".svg", ".pdf"))] == []
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
 def test_scripts_work_from_a_checkout_without_an_install(script, tmp_path):
     """-S leaves out what an editable install hooks into Python; the packages themselves are named instead."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from titan_prores.errors import ConfigError
-from titan_prores.plots import command
+from titan_prores.plots import command, packed
 from titan_prores.plots.runs import difference, ema, fitting_decay, load_run, load_runs
 from titan_prores.prores.schedules import SCHEDULES, Schedule
 
@@ -65,6 +65,15 @@ def lines(axis) -> dict[str, tuple[list[float], list[float]]]:
     return {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in named if len(line.get_xdata())
     }
+
+
+def lines_of(figure) -> list[tuple[str, list[float], list[float]]]:
+    """Label, x and y of every line of a figure."""
+    return [
+        (line.get_label(), list(line.get_xdata()), list(line.get_ydata()))
+        for axis in figure.axes
+        for line in axis.lines
+    ]
 
 
 @pytest.fixture
@@ -387,6 +396,27 @@ def test_settings_of_the_score_out_of_their_range(
     with pytest.raises(SystemExit, match="2"):
         command.main(["depth", str(tmp_path), f"{option}={value}"])
     assert f"argument {option}: {value} is no number" in capsys.readouterr().err
+
+
+def test_runs_of_a_sweep_are_drawn_from_its_file(tmp_path: Path) -> None:
+    """The same lines as from the run folders; what the file lacks is named."""
+    file, lines = tmp_path / "results.jsonl.gz", {}
+    for seed, name in enumerate(("norm=pre,seed=0", "norm=pre,seed=1", "norm=post,seed=0")):
+        run = load_run(write_run(tmp_path / name, shift=seed, seed=seed))
+        lines[name] = {"name": name, "recipe": run.recipe, "series": run.columns}
+    packed.write(file, lines)
+    for command_line in (
+        ["loss", "pre={}/norm=pre,*", "{}/norm=post*"],
+        ["gap", "{}/norm=pre,*0", "{}/norm=post,seed=0"],
+    ):
+        one, other = (draw(*(each.format(place) for each in command_line)) for place in (tmp_path, file))
+        assert lines_of(one) == lines_of(other) and lines_of(one)
+    assert [run.label for run in load_runs([f"{file}/*"])] == list(lines)
+    for missing in (f"{file}/norm=prr,*", f"x={file}/norm=pre"):
+        with pytest.raises(ConfigError, match="there is no such run folder"):
+            load_runs([missing])
+    with pytest.raises(ConfigError, match=r"is a file \(allowed: a run folder, or .*results.jsonl.gz/NAME"):
+        load_runs([str(file)])
 
 
 def test_folders_with_equals_signs_in_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import resource
 import shlex
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +18,9 @@ import pytest
 
 from titan_prores import config
 from titan_prores.errors import ConfigError, ConfigErrors, duration
+from titan_prores.plots import command as plots
 from titan_prores.plots import packed
-from titan_prores.sweep import command, plan, runner, statistics
+from titan_prores.sweep import command, plan, results, runner, statistics
 from titan_prores.sweep.plan import Sweep
 from titan_prores.sweep.results import Result
 from titan_prores.sweep.runner import Book
@@ -139,6 +142,7 @@ def test_the_best_is_the_lowest_mean_over_seeds(read) -> None:
     ("change", "message"),
     [
         ('metrik = "loss"', "metrik = 'loss': unknown key; did you mean metric?"),
+        ('results = "results"', "results = 'results': must end in .jsonl.gz"),
         ("seeds = []", "seeds = []: must have at least 1 entry"),
         ('[axes."../x"]\na = { model.dim = 32 }', "axes.\"../x\" = '../x': an axis cannot have this name"),
         ('[[grids]]\nname = "a"\naxes = { nrm = ["pre"] }', "'nrm': is no axis of this sweep"),
@@ -450,6 +454,50 @@ def test_a_finished_run_is_read_and_kept(read, tmp_path: Path) -> None:
     assert sweep.results.stat().st_mtime_ns == before, "nothing new, nothing written"
 
 
+def test_a_sweep_goes_on_from_its_file_of_results_and_from_its_run_folders(read, tmp_path: Path) -> None:
+    sweep = read()
+    first, second, third = sweep.planned[:3]
+    fake_run(sweep.folder / first.name, loss=2.0)
+    fake_run(sweep.folder / second.name, state="failed", step=9, error="no space left", error_type="OSError")
+    Book(sweep).pack()
+    assert packed.read(sweep.results).keys() == {first.name, second.name}
+    # Somewhere else, as in a fresh checkout, with a run that has ended there and one that has not.
+    shutil.copy(sweep.results, tmp_path / "shared.jsonl.gz")
+    there = read(head=f'results = "{tmp_path}/shared.jsonl.gz"\n' + FILE.replace("FOLDER", str(tmp_path / "there")))
+    fake_run(there.folder / first.name, state="stopped", step=5, loss=9.0)
+    fake_run(there.folder / third.name, loss=3.0)
+    book = Book(there)
+    assert [book.result(run).state for run in (first, second, third)] == ["finished", "failed", "finished"]
+    assert [book.metric(run) for run in (first, second, third)] == [2.0, math.inf, 3.0]
+    assert Book(there, retry_failed=True).result(second).state == "unfinished"
+    book.pack()
+    lines = packed.read(there.results)
+    assert list(lines) == [first.name, second.name, third.name], "in the order of the runs"
+    assert lines[first.name] == packed.read(sweep.results)[first.name]
+
+    # What ends here replaces what the file has, and what this sweep no longer has stays in the file.
+    fake_run(there.folder / second.name, loss=1.0)
+    head = f'results = "{there.results}"\n' + FILE.replace("FOLDER", str(there.folder))
+    fewer = read('[[exclude]]\nseed = 0\nprores = "off"\n', head)
+    assert first.name not in names(fewer)
+    (again := Book(fewer)).pack()
+    assert again.metric(second) == 1.0 and packed.read(fewer.results)[second.name]["state"] == "finished"
+    assert packed.read(fewer.results)[first.name] == lines[first.name]
+
+
+def test_what_the_sweep_leaves_in_a_run_folder(read) -> None:
+    sweep = read()
+    run = sweep.planned[0]
+    book = Book(sweep)
+    book.begin(run)
+    assert book.result(run).state == "new", "a run that was begun has not ended, whatever became of it"
+    with pytest.raises(ConfigError, match=r"result.json': has norm=pre.* with other settings: model\.dim: 64 -> 32"):
+        Book(read("[settings]\nmodel.dim = 32\n")).result(run)
+    failed = Result(run.name, dict(run.values), "failed", error="killed", recipe=results.relevant(book.recipe(run)))
+    book.keep(run, failed)
+    assert Book(sweep).result(run) == failed, "although the run itself has said nothing"
+
+
 @pytest.mark.parametrize(
     ("left", "state", "error"),
     [
@@ -723,25 +771,67 @@ def test_without_a_pair_each_cell_has_its_range(read) -> None:
     assert "| pre | 0.001 | off | 2 | 2.5000 ± 0.7071 | 2.0000 | 3.0000 |" in text
 
 
-def test_tables_of_the_cpu_reproduction_come_from_its_results() -> None:
-    """The sweep is sound, and its README shows what its results say, be it none yet."""
-    sweep = plan.load(ROOT / "train_configs" / "repro_cpu" / "sweep.toml")
+REPRODUCTION = ROOT / "train_configs" / "repro_cpu" / "sweep.toml"
+PAGE = ROOT / "docs" / "reproduction.md"
+
+
+@pytest.fixture
+def reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The sweep and its page without tables, with the results but no run folder beside them."""
+    shutil.copytree(REPRODUCTION.parent, tmp_path / "train_configs" / "repro_cpu")
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "reproduction.jsonl.gz", tmp_path / "docs")
+    before, begin, tables = PAGE.read_text().partition("<!-- sweep:begin -->\n")
+    tables, end, after = tables.partition("<!-- sweep:end -->")
+    assert len(tables) > 2000
+    (tmp_path / "docs" / PAGE.name).write_text(before + begin + end + after)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / REPRODUCTION.relative_to(ROOT)
+
+
+def test_the_page_of_the_cpu_reproduction_is_made_from_the_file_of_its_results(
+    reproduction: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path("docs", "reproduction.jsonl.gz")
+    assert file.stat().st_size <= 1_000_000
+    monkeypatch.setattr(command, "draw", lambda book: None)
+    assert Path("docs", PAGE.name).read_text() != PAGE.read_text()
+    assert command.main([str(reproduction), "--collect"]) == 0
+    assert Path("docs", PAGE.name).read_text() == PAGE.read_text()
+    assert file.read_bytes() == (ROOT / file).read_bytes(), "nothing new, nothing written"
+
+
+def test_the_cpu_reproduction_in_words_and_figures() -> None:
+    """Its runs are what they are said to be, README and page show what the results say, and every figure is there."""
+    sweep = plan.load(REPRODUCTION)
     assert len(sweep.planned) == 63
+    assert (sweep.results, sweep.report) == (ROOT / "docs" / "reproduction.jsonl.gz", PAGE)
     book = Book(sweep)
-    book.sweep.folder = ROOT / "nowhere"
-    found = [book.result(run) for run in book.runs()]
-    shown = sweep.report.read_text().split("<!-- sweep:begin -->\n")[1].split("<!-- sweep:end -->")[0]
-    assert shown in ("", statistics.report(sweep, found))
     readme = (ROOT / "README.md").read_text()
+    found = [book.result(run) for run in book.runs()]
+    assert len(found) == 63 and all(result.state == "finished" for result in found), "so that nothing is left to run"
     for cell in statistics.cells(found, sweep.pair):
         if interval := (spread := Spread.of(list(cell.differences("validation_loss").values()))).interval:
             assert f"{spread.mean:+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]" in readme, cell.values
-    by_name = {run.values["norm"] for run in sweep.planned}
-    assert by_name == {"pre", "post", "sandwich", "lns", "deepnorm"}
+    assert {run.values["norm"] for run in sweep.planned} == {"pre", "post", "sandwich", "lns", "deepnorm"}
     for run in sweep.planned:
         if not run.waits and "prores=on" not in run.name:
             recipe = book.recipe(run)
             assert recipe.training.steps == 1600 and not [p for p in recipe.sets["transforms"] if p.name == "prores"]
+    figures = {f"images/{plot.name}.png" for plot in sweep.file.plots}
+    assert set(re.findall(r"!\[[^]]+\]\(([^)]+)\)", PAGE.read_text())) == figures
+    assert all((PAGE.parent / figure).read_bytes().startswith(b"\x89PNG") for figure in figures)
+
+
+@pytest.mark.slow
+def test_figures_of_the_cpu_reproduction_are_drawn_from_its_results(reproduction: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert command.main([str(reproduction), "--collect"]) == 0
+    drawn = {path.name for path in Path("docs", "images").iterdir()}
+    assert drawn == {f"{plot.name}.png" for plot in plan.load(REPRODUCTION).file.plots}
+    [of_one] = [line for line in PAGE.read_text().splitlines() if line.startswith("python scripts/plot.py")]
+    arguments = shlex.split(of_one, comments=True)[2:]
+    assert plots.main([*arguments, "--output", "one.png"]) == 0 and Path("one.png").is_file()
 
 
 def test_with_nothing_left_nothing_is_run(read) -> None:
