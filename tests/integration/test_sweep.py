@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,13 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
         assert ends[0]["final"] == ends[1]["final"] and ends[0]["step"] == 30
     again = finish(start(straight), 0)
     assert "2 of 2 runs have ended" in again and "starts" not in again and "straight/table.md" in again
+
+    # The file of results is enough: without the run folders nothing is run again.
+    table = (tmp_path / "straight" / "table.md").read_text()
+    for name in NAMES:
+        shutil.rmtree(tmp_path / "straight" / name)
+    again = finish(start(straight), 0)
+    assert "starts" not in again and (tmp_path / "straight" / "table.md").read_text() == table
 
 
 def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:

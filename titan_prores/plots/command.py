@@ -32,7 +32,7 @@ OUT = Path("outputs/figures")
 POINTS = 400  # of a schedule's curve
 NORM = "activation_norm"
 PERPLEXITY = "held-out perplexity"
-RUNS = "a run folder, or LABEL=FOLDER; a pattern stands for several, and RESULTS.jsonl.gz/NAME for runs of a sweep"
+RUNS = "FOLDER or LABEL=FOLDER of a run, or FILE.jsonl.gz/NAME of a run in a sweep's results; patterns match several"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ EPILOG = """\
 FILE names a recipe, axes of changes to it, seeds and what is compared; train_configs/repro_cpu/sweep.toml is one.
 Without a file: --config RECIPE --folder FOLDER --axis section.key=value,value [--axis ...] [--seeds 0,1,2]
 [--pair KEY] [--section.key=value ...], the last for every run.
-At its end a sweep prints its table, and the files that it is in.
+At its end a sweep packs what its runs gave into its file of results, prints its table and names the files it is in.
 The same command again goes on where it stopped: runs that have ended are not run again, others resume from their
 newest checkpoint.
 
@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
     modes.add_argument("--list", action="store_true", help="print every run and its state")
-    modes.add_argument("--collect", action="store_true", help="only collect results, make tables and draw figures")
+    modes.add_argument(
+        "--collect", action="store_true", help="only pack the results, make the tables and draw the figures"
+    )
     modes.add_argument("--slurm", action="store_true", help="print a Slurm array script for what is left")
     bare = parser.add_argument_group("instead of FILE")
     bare.add_argument("--config", metavar="RECIPE", help="the recipe that every run starts from")

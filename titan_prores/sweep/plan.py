@@ -75,7 +75,7 @@ class SweepFile(Section):
     )
     folder: WritePath = setting(help="run folders go below it", min_length=1)
     results: ReadPath | None = setting(
-        None, f"file that keeps what the runs gave, for tables and figures; default results{SUFFIX} below `folder`"
+        None, f"file of results, from which tables and figures are made; default results{SUFFIX} below `folder`"
     )
     figures: ReadPath | None = setting(None, "folder of the figures; default figures below `folder`")
     keep: tuple[str, ...] = setting(
