@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.integration.launch import rows
 from titan_prores import config, registry
+from titan_prores import mesh as mesh_module
 from titan_prores.init import init_weights
 from titan_prores.mesh import World
 from titan_prores.protocols import Metric
@@ -22,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 STEPS = 20
 PRORES = "--transforms.prores.residual_schedule.T=4"
 BASELINE = "--transforms.prores.enabled=false"
-CORPUS = ["--dataset.name=text", f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]"]
+MESHES: dict[tuple[tuple[str, int], ...], mesh_module.Mesh] = {}  # those of this process, by their degrees
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,6 +76,10 @@ def debug_recipe(world_size: int, overrides: Sequence[str], run: str) -> Recipe:
         REPOSITORY / "train_configs/debug.toml",
         [
             f"--job.dump_folder={run}",
+            "--dataset.name=text",
+            f"--dataset.files=[{str(REPOSITORY / 'tests/data/corpus.txt')!r}]",
+            "--dataset.txt_document=paragraph",
+            "--dataset.validation_fraction=0.1",
             f"--dataset.cache_folder={run}/../../cache",
             "--checkpoint.enabled=false",
             "--metrics.capture.name=tests.distributed.parity:CaptureGradients",
@@ -91,6 +97,25 @@ def debug_recipe(world_size: int, overrides: Sequence[str], run: str) -> Recipe:
     return resolve(tree, world_size)
 
 
+def build(rank: int, world_size: int, overrides: Sequence[str], run: str) -> Trainer:
+    """A trainer of `debug_recipe` that is built, on the mesh of an earlier one of the same degrees if there was one.
+
+    Process groups hold threads and sockets until the process ends, and DTensor would plan its operators anew.
+    """
+    start = mesh_module.start
+
+    def start_once(degrees: Mapping[str, int], *args: Any) -> mesh_module.Mesh:
+        key = tuple(degrees.items())
+        if key not in MESHES:
+            MESHES[key] = start(degrees, *args)
+        return MESHES[key]
+
+    trainer = Trainer(debug_recipe(world_size, overrides, run), World(rank, rank, world_size))
+    with patch.object(mesh_module, "start", start_once):
+        trainer.build()
+    return trainer
+
+
 def train(
     rank: int,
     world_size: int,
@@ -106,8 +131,7 @@ def train(
         run: folder of the run.
         prepare: called with the trainer that is built, before the first step.
     """
-    trainer = Trainer(debug_recipe(world_size, overrides, run), World(rank, rank, world_size))
-    trainer.build()
+    trainer = build(rank, world_size, overrides, run)
     prepare(trainer)
     weights = {name: full(p) for name, p in trainer.model.named_parameters()}
     if hasattr(trainer.model, "prores_alpha"):

@@ -24,8 +24,9 @@ from titan_prores.trainer import Trainer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
-STEPS = 5
+STEPS = 4
 PLAIN = [
+    "--parallelism.fsdp.enabled=false",
     "--parallelism.tensor_parallel_degree=1",
     "--transforms.compile.enabled=false",
     "--transforms.activation_checkpoint.enabled=false",
@@ -33,7 +34,7 @@ PLAIN = [
 # Relative to a gradient's norm. All is computed in fp32, so that little is left to rounding.
 GRADIENT_TOLERANCE = 1e-5
 # Of losses until the first update shows, and after it: AdamW makes whole steps of gradients that are rounding alone.
-LOSS_TOLERANCES = (1e-5, 1e-5, 1e-5, 2e-3, 2e-3)
+LOSS_TOLERANCES = (1e-5, 1e-5, 1e-5, 2e-3)
 
 
 class Gradients(Metric):
@@ -136,4 +137,4 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
         assert distance <= tolerance, f"loss of step {step}"
     assert len(two["losses"]) == STEPS and all(map(math.isfinite, two["losses"]))
     # Each step has other text: those with the initial weights, against all later ones.
-    assert sum(two["losses"][2:]) / 3 < sum(two["losses"][:2]) / 2 - 0.5
+    assert sum(two["losses"][2:]) / 2 < sum(two["losses"][:2]) / 2 - 0.5

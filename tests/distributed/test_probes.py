@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from components.model.llama import Llama, LlamaConfig
-from tests.distributed.parity import debug_recipe, full
+from tests.distributed.parity import build, full
 from tests.distributed.spawn import run_ranks
 from tests.integration.launch import rows
 from titan_prores.config import Section
-from titan_prores.mesh import World
 from titan_prores.protocols import Metric
-from titan_prores.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -77,8 +75,7 @@ def train(rank: int, world_size: int, overrides: list[str], run: str) -> dict[st
     """A run: its rows, the weights of each step, those at the end, and the text that probes are to take."""
     torch._dynamo.reset()
     CaptureWeights.captured = {}
-    trainer = Trainer(debug_recipe(world_size, [*COMMON, *overrides], run), World(rank, rank, world_size))
-    trainer.build()
+    trainer = build(rank, world_size, [*COMMON, *overrides], run)
     trainer.train()
     trainer.run.close()
     held_out = trainer.data.validation

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.parity import CORPUS, gradient_errors, train
+from tests.distributed.parity import gradient_errors, train
 from tests.distributed.spawn import run_ranks
 from titan_prores.trainer import Trainer
 
@@ -25,7 +25,6 @@ COMPILES = {"eager": [], "compiled": ["--transforms.compile.enabled=true"]}
 CELLS = [f"{ac}-{mode}" for mode in COMPILES for ac in CHECKPOINTS if (ac, mode) != ("memory_budget", "eager")]
 CONTROL = "alpha-moved"
 RECIPE = [
-    *CORPUS,
     "--model.norm=sandwich",
     "--validation.enabled=false",
     "--training.max_norm=0",

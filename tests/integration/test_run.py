@@ -161,7 +161,7 @@ residual_schedule = {{ name = "all-or-nothing", every = 2 }}
 [job]
 dump_folder = "run"
 ''')
-    launch("--config", "own.toml", ranks=2, cwd=project)
+    fork("--config", "own.toml", ranks=2, cwd=project)
     steps = [row for row in rows(project / "run") if "loss" in row]
     assert [row["lr"] for row in steps[:5]] == pytest.approx([3e-3 * f for f in (0.25, 0.5, 0.75, 1, 0.25)])
     assert [row["alpha"] for row in steps[:4]] == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]

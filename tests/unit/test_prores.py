@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from titan_prores.prores import AlphaMovedError, AlphaVector, ProRes, ResidualAdd, ScaledResidualAdd, Schedule
 
 L = 4
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 class Block(nn.Module):
@@ -72,13 +73,14 @@ def test_alpha_one_is_bitwise_the_plain_model(dtype: torch.dtype, skip_scale: fl
         assert torch.equal(mine, theirs)
 
 
-def test_alpha_one_is_bitwise_the_plain_model_compiled() -> None:
+@BACKENDS
+def test_alpha_one_is_bitwise_the_plain_model_compiled(backend: str) -> None:
     plain = Model()
     scaled = copy.deepcopy(plain)
     prores(scaled).set_step(10 * L)
     for model in (plain, scaled):
         for layer in model.layers:
-            layer.compile(fullgraph=True)
+            layer.compile(fullgraph=True, backend=backend)
     x = inputs()
     assert torch.equal(scaled(x), plain(x))
     for mine, theirs in zip(gradients(scaled, x), gradients(plain, x), strict=True):
@@ -210,13 +212,14 @@ def test_guard_lets_accumulation_evaluation_and_dropped_graphs_pass() -> None:
     scaling.set_step(4)
 
 
-def test_warmup_adds_no_graph_to_compiled_blocks() -> None:
+@BACKENDS
+def test_warmup_adds_no_graph_to_compiled_blocks(backend: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     model, reference = Model(), Model()
     scaling, expected = prores(model, T=3), prores(reference, T=3)
     for layer in model.layers:
-        layer.compile(fullgraph=True)
+        layer.compile(fullgraph=True, backend=backend)
     graphs = []
     for step in range(3 * L + 2):
         scaling.set_step(step)

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -225,20 +223,19 @@ def test_half_surrogates_are_replaced(tmp_path):
 
 # --- Killed and concurrent builds -----------------------------------------------------------------------------------
 
-BUILD = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_token_shards import Listed, TEXTS, make
-from pathlib import Path
-make(Path(sys.argv[1]), Listed(TEXTS, pause_seconds=float(sys.argv[2])), say=lambda line: print(line, flush=True))
-"""
+
+def _build(folder: Path, pause_seconds: float, said) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    make(folder, Listed(TEXTS, pause_seconds=pause_seconds), say=said.put)
 
 
-def start_build(folder: Path, pause_seconds: float) -> subprocess.Popen:
-    script = BUILD.format(tests=str(Path(__file__).parent))
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(folder), str(pause_seconds)], stdout=subprocess.PIPE, text=True
-    )
+def start_build(folder: Path, pause_seconds: float):
+    """A process that builds, and what it says."""
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    process = context.Process(target=_build, args=(folder, pause_seconds, said))
+    process.start()
+    return process, said
 
 
 def wait_for_unfinished(folder: Path, files: int) -> Path:
@@ -251,10 +248,10 @@ def wait_for_unfinished(folder: Path, files: int) -> Path:
 
 
 def test_killed_build_leaves_nothing_that_is_trusted(tmp_path):
-    build = start_build(tmp_path / "killed", 0.02)
+    build, _ = start_build(tmp_path / "killed", 0.02)
     unfinished = wait_for_unfinished(tmp_path / "killed", files=4)
-    build.send_signal(signal.SIGKILL)
-    build.communicate()
+    build.kill()
+    build.join()
     assert unfinished.exists() and not list((tmp_path / "killed").glob("*/index.json"))
     (unfinished / "train-00099.bin").write_bytes(b"stale")
 
@@ -265,14 +262,15 @@ def test_killed_build_leaves_nothing_that_is_trusted(tmp_path):
 
 
 def test_two_processes_together_build_once(tmp_path):
-    first = start_build(tmp_path, 0.01)
+    first, told = start_build(tmp_path, 0.01)
     wait_for_unfinished(tmp_path, files=1)
     dataset, said = Listed(TEXTS), []
     cache = make(tmp_path, dataset, say=said.append)  # comes while the other one builds
     assert dataset.reads == 0
     assert len(said) == 1 and "waiting" in said[0] and str(cache.folder) in said[0]
-    assert first.wait(timeout=60) == 0
-    assert "300 documents" in first.communicate()[0]
+    assert "300 documents" in told.get()
+    first.join(timeout=60)
+    assert first.exitcode == 0
     assert sum(p.is_dir() for p in tmp_path.iterdir()) == 1
 
 
@@ -296,14 +294,14 @@ def test_a_race_has_one_winner(tmp_path):
 
 
 def test_waiting_can_be_interrupted(tmp_path):
-    builder = start_build(tmp_path, 0.2)
+    builder, _ = start_build(tmp_path, 0.2)
     wait_for_unfinished(tmp_path, files=1)
-    waiter = start_build(tmp_path, 0)
-    assert "waiting" in waiter.stdout.readline()
-    waiter.send_signal(signal.SIGINT)
-    assert waiter.wait(timeout=60) != 0
-    builder.send_signal(signal.SIGINT)  # and so can building, which tidies up
-    assert builder.wait(timeout=60) != 0
+    waiter, said = start_build(tmp_path, 0)
+    assert "waiting" in said.get()
+    for process in (waiter, builder):  # and so can building, which tidies up
+        os.kill(process.pid, signal.SIGINT)
+        process.join(timeout=60)
+        assert process.exitcode not in (None, 0)
     assert [p.suffix for p in tmp_path.iterdir()] == [".lock"]
 
 
