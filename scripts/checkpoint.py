@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""List, verify, compare and prune the checkpoints of a run: python scripts/checkpoint.py list RUN. See --help."""
+"""List, verify, compare and prune checkpoints: as titan-prores checkpoint, from a checkout that is not installed."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout works without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.checkpoint._commands import main
+from titan_prores.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["checkpoint", *sys.argv[1:]]))

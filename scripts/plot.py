@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Draw figures from run folders: python scripts/plot.py loss RUN. See --help."""
+"""Draw figures from run folders: as titan-prores plot, from a checkout that is not installed."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout works without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titan_prores.plots.command import main
+from titan_prores.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["plot", *sys.argv[1:]]))

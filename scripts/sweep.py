@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Train a grid of variants of one recipe and make one table of them: python scripts/sweep.py FILE. See --help."""
+"""Train a grid of variants of one recipe: as titan-prores sweep, from a checkout that is not installed."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout works without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titan_prores.sweep.command import main
+from titan_prores.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["sweep", *sys.argv[1:]]))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titan_prores.log import PlainFormatter, logger
+from titan_prores.output.log import PlainFormatter, logger
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other cores have workers of their own

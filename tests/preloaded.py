@@ -2,7 +2,8 @@
 
 import importlib
 
-from titan_prores import registry
+from titan_prores.config import registry
+from titan_prores.config.kinds import KINDS
 
 for name in (
     "torch._dynamo",
@@ -15,11 +16,11 @@ for name in (
     "torchdata.stateful_dataloader",
     "rich.console",
     "setuptools",
-    "components.checkpoint._tensors",
+    "titan_prores.components.checkpoint._tensors",
     "titan_prores.cli",
     "titan_prores.trainer",
     "tests.integration.launch",
 ):
     importlib.import_module(name)
-for kind in registry.KINDS:
+for kind in KINDS:
     registry.names(kind)

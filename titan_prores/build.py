@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +12,30 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_prores.activation_bytes import ActivationBytes, LargestGather, looks_at_values, step_bytes
+from titan_prores.checkpoint.resume import changed_sources, learning_rates_changed, switched, text_sources
+from titan_prores.config.component_spec import Part
+from titan_prores.config.engine_sections import SECTIONS
+from titan_prores.config.errors import ConfigError, ConfigErrors, MissingError
+from titan_prores.config.recipe import Recipe, changes_since
 from titan_prores.data import TokenCache, TokenWindows, prepare
-from titan_prores.errors import ConfigError, ConfigErrors, MissingError
-from titan_prores.failures import own_fault
-from titan_prores.init import allocate, init_weights, match_rules, unfilled_buffers
-from titan_prores.log import logger, quiet
-from titan_prores.losses import as_terms, cross_entropy, gives_cross_entropy
-from titan_prores.mesh import Mesh
-from titan_prores.parameter_groups import trained
-from titan_prores.parts import Part
-from titan_prores.protocols import Checkpointer, Dataset, Loss, LRScheduler, Metric, Optimizer, Tokenizer, Validator
-from titan_prores.recipe import SECTIONS, Recipe, changes_since
-from titan_prores.resume import changed_sources, learning_rates_changed, switched, text_sources
-from titan_prores.run_folder import RunFolder
-from titan_prores.transform import Facts, Phase, Transform, Transforms
+from titan_prores.distributed.failures import own_fault
+from titan_prores.distributed.mesh import Mesh
+from titan_prores.model.activation_bytes import LargestGather, looks_at_values
+from titan_prores.model.loss import as_terms, cross_entropy, gives_cross_entropy
+from titan_prores.model.parameter_groups import trained_parameters
+from titan_prores.model.transforms import Transforms
+from titan_prores.model.weight_init import allocate, init_weights, match_rules, unfilled_buffers
+from titan_prores.output.log import logger, quiet
+from titan_prores.output.run_folder import RunFolder
+from titan_prores.protocols.checkpoint import Checkpointer
+from titan_prores.protocols.dataset import Dataset
+from titan_prores.protocols.loss import Loss
+from titan_prores.protocols.lr_scheduler import LRScheduler
+from titan_prores.protocols.metric import Metric
+from titan_prores.protocols.optimizer import Optimizer
+from titan_prores.protocols.tokenizer import Tokenizer
+from titan_prores.protocols.transform import Facts, Phase, Transform
+from titan_prores.protocols.validator import Validator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,11 +78,11 @@ class Components:
         groups = self.transforms.parameter_groups(model)
         added = [parameter for group in groups for parameter in group["params"]]
         theirs = {id(parameter) for parameter in added}
-        own = [(name, parameter) for name, parameter in trained(model) if id(parameter) not in theirs]
+        own = [(name, parameter) for name, parameter in trained_parameters(model) if id(parameter) not in theirs]
         if not own and not added:
             raise ConfigError("model", "every parameter is frozen, so there is nothing to train")
         try:
-            optimizer = self.optimizer.build(own or trained(model))
+            optimizer = self.optimizer.build(own or trained_parameters(model))
         except ConfigError as error:
             raise error.under("optimizer") from error
         if not own:  # all that is trained has groups of its own
@@ -143,7 +152,7 @@ def build_components(
     validator = build_part(slots["validation"])
     metrics = [build_part(part) for part in recipe.sets["metrics"]]
     found = len(errors)
-    if optimizer is not None and model is not None and (own := trained(model)):
+    if optimizer is not None and model is not None and (own := trained_parameters(model)):
         attempt(lambda: optimizer.build(own), "optimizer")
     # What transforms will add is not there yet: where they may add what a pattern is for, `build_optimizer` decides.
     unmatched = errors[found:]
@@ -255,14 +264,15 @@ def check_loss(recipe: Recipe, components: Components, mesh: Mesh) -> None:
                 return
             fault = own_fault("loss", error)
             fault.problem = (
-                f"{recipe.slots['loss'].name} does not run on logits that tensor parallelism splits over the "
-                f"vocabulary; titan_prores.vocab_parallel has functions that do: {fault.problem}"
+                f"{recipe.slots['loss'].name} does not run on logits that tensor parallelism splits over "
+                "the vocabulary; titan_prores.vocab_parallel_cross_entropy and vocab_parallel_logsumexp do: "
+                f"{fault.problem}"
             )
             raise fault from error
     if gathered.elements >= whole.numel():
         logger.warning(
             "loss %s gathers the logits of the whole vocabulary on each rank of tensor parallelism; "
-            "titan_prores.vocab_parallel has functions that do not",
+            "titan_prores.vocab_parallel_cross_entropy and vocab_parallel_logsumexp do not",
             recipe.slots["loss"].name,
         )
 
@@ -287,7 +297,7 @@ def materialize(recipe: Recipe, components: Components, device: torch.device) ->
 def parameter_counts(model: nn.Module) -> str:
     """How many parameters there are, and how many are trained where some are frozen, for the log."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    count = sum(parameter.numel() for _, parameter in trained(model))
+    count = sum(parameter.numel() for _, parameter in trained_parameters(model))
     return f"{total / 1e6:.2f}M parameters" + (f" ({count / 1e6:.2f}M trained)" if count != total else "")
 
 
@@ -410,57 +420,3 @@ def _verify_together(cache: TokenCache, mesh: Mesh) -> None:
         problem = error.problem
     if problems := [found for found in mesh.gather(problem) if found]:
         raise ConfigError("cache_folder", problems[0])
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """What one rank holds between steps, in bytes."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-def state_bytes(model: nn.Module, optimizer: Optimizer) -> StateBytes:
-    """Bytes of this rank's parameters, gradients and optimizer state, for a transformed model on the meta device.
-
-    Frozen parameters have neither gradients nor optimizer state.
-
-    The optimizer takes one real step on fake tensors shaped like the rank's shards, so its state is what it would
-    allocate, whichever optimizer it is.
-    """
-    parts = {
-        name: parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        for name, parameter in model.named_parameters()
-    }
-    local = {name: parts[name] for name, _ in trained(model)}
-    with FakeTensorMode():
-        shards = {}
-        for name, part in local.items():
-            shards[name] = nn.Parameter(torch.empty(part.shape, dtype=part.dtype))
-            shards[name].grad = torch.empty_like(shards[name])
-        stepped = optimizer.build(shards.items())
-        stepped.step()
-        state = [value for held in stepped.state.values() for value in held.values() if torch.is_tensor(value)]
-        gradients = [shard.grad for shard in shards.values()]
-        return StateBytes(*(sum(t.nbytes for t in held) for held in (parts.values(), gradients, state)))
-
-
-def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:
-    """What a microbatch holds on this rank, by running the whole model once on fake tensors, uncompiled.
-
-    Data parallelism is left out: of what layers compute it changes the dtype of their weights and nothing else. A model
-    of its own is built for it, as tensors cannot be fake and on the meta device.
-    """
-    training = recipe.training
-    dtype = training.mixed_precision_param or training.dtype
-    recipe = replace(recipe, training=training.model_copy(update={"dtype": dtype, "mixed_precision_param": None}))
-    components = build_components(recipe, mesh.degrees, missing=[])
-    components.transforms = components.transforms.before(Phase.DATA_PARALLEL)
-    transform_model(recipe, components, mesh, handled={*mesh.degrees, "mixed_precision"})
-    # Not all tensors are the model's: alpha of ProRes, for one, stays real.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.compiler.set_stance("force_eager"):
-        allocate(components.model, torch.device("cpu"))
-        tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-        model, loss = components.model.train(), components.loss
-        return step_bytes(model, loss, components.transforms, tokens_BS, tokens_BS, fake)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from titan_prores import mesh as mesh_module
 from titan_prores.build import (
     build_components,
     check_loss,
@@ -19,26 +18,29 @@ from titan_prores.build import (
     prepare_data,
     transform_model,
 )
+from titan_prores.checkpoint.resume import check_start, models_changed, text_sources
+from titan_prores.checkpoint.saver import Saver
+from titan_prores.config.errors import counted
+from titan_prores.config.layout import global_batch_size, plan_mesh
+from titan_prores.config.recipe import Recipe
 from titan_prores.data import IGNORED_LABEL, DataError, TokenWindows, microbatches
-from titan_prores.errors import counted
-from titan_prores.failures import FailureBoard
-from titan_prores.garbage import ScheduledCollection
-from titan_prores.grad_norm import clip, total_norm
-from titan_prores.init import name_seed
-from titan_prores.log import logger, setup
-from titan_prores.losses import as_terms
-from titan_prores.mesh import World
-from titan_prores.nonfinite import NonFinitePolicy, keep_batch
-from titan_prores.probing import Probing
-from titan_prores.profiling import profiler
-from titan_prores.recipe import Recipe, global_batch_size, plan_mesh
-from titan_prores.records import Records, add, perplexity
-from titan_prores.resume import check_start, models_changed, text_sources
-from titan_prores.run_folder import RunFolder
-from titan_prores.saving import Saver
-from titan_prores.stopping import Agreement, Stopped, StopRequest
-from titan_prores.throughput import Throughput
-from titan_prores.watchdog import FOR_DATA, Watchdog, group_timeout
+from titan_prores.distributed import mesh as mesh_module
+from titan_prores.distributed.agreement import Agreement
+from titan_prores.distributed.failures import FailureBoard
+from titan_prores.distributed.mesh import World
+from titan_prores.distributed.signals import Stopped, StopRequest
+from titan_prores.distributed.watchdog import FOR_DATA, Watchdog, group_timeout
+from titan_prores.model.grad_norm import clip, total_norm
+from titan_prores.model.loss import as_terms
+from titan_prores.model.probe import HeldOutProbe
+from titan_prores.model.weight_init import name_seed
+from titan_prores.output.log import logger, setup
+from titan_prores.output.run_folder import RunFolder
+from titan_prores.training.garbage_collection import ScheduledCollection
+from titan_prores.training.metrics_hub import Records, add, perplexity
+from titan_prores.training.nonfinite import NonFinitePolicy, keep_batch
+from titan_prores.training.profiling import profiler
+from titan_prores.training.throughput import Throughput
 
 # How long a rank that was signalled goes on waiting for its data, while others may wait for it.
 DATA_GRACE_SECONDS = 5.0
@@ -128,7 +130,7 @@ class Trainer:
             )
         self.model = materialize(recipe, self.parts, self.mesh.device)
         self.optimizer, self.added = self.parts.build_optimizer(self.model)
-        self.probing = Probing(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
+        self.probe = HeldOutProbe(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
         if resume_step is not None:
             self._load(resume_step, meta)
         else:
@@ -153,7 +155,7 @@ class Trainer:
         recipe, training = self.recipe, self.recipe.training
         self.end = min(training.steps, training.stop_after or training.steps)
         self._begin("opening the run's records")
-        self.records.start(self.run, self.step, self.end, self.probing)
+        self.records.start(self.run, self.step, self.end, self.probe)
         self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
         tokens, ranks = counted(self.batch_size * training.seq_len, "token"), counted(self.mesh.size, "rank")
         logger.info("%s per step on %s", tokens, ranks)
@@ -283,7 +285,7 @@ class Trainer:
         self.loader.close()
         self._open_loader()
         self.records.close()
-        self.records.start(self.run, self.step, self.end, self.probing)
+        self.records.start(self.run, self.step, self.end, self.probe)
         self.last_validation, self.validated_step = {}, None
         self.stopped = self.stopped or self.mesh.first(self.stop_request.name)
 

@@ -20,7 +20,8 @@ SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 NICENESS = 10
 _PARENT_POLL_SECONDS = 1.0
 _START = (
-    "import sys; sys.path[:] = sys.argv[2:]; from components.checkpoint._process import serve; serve(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from titan_prores.components.checkpoint._process import serve; serve(int(sys.argv[1]))"
 )
 
 

@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from components.checkpoint._folder import FileRecord, records_of
-from components.checkpoint._process import WriterProcess
-from components.checkpoint._reader import TensorReader
-from components.checkpoint._staging import Stager, State
-from components.checkpoint._writing import Writer, write
-from titan_prores.log import logger
+from titan_prores import logger
+from titan_prores.checkpoint.folder import FileRecord, records_of
+from titan_prores.checkpoint.reader import TensorReader
+from titan_prores.components.checkpoint._process import WriterProcess
+from titan_prores.components.checkpoint._staging import Stager, State
+from titan_prores.components.checkpoint._writing import Writer, write
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 

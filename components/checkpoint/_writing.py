@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
-    from components.checkpoint._staging import Place
+    from titan_prores.components.checkpoint._staging import Place
 
 
 class Writer(FileSystemWriter):

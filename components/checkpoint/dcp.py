@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
-from components.checkpoint._folder import CheckpointFolder, FileRecord, records_of
-from titan_prores.config import one_of, setting
-from titan_prores.errors import ConfigError
-from titan_prores.log import logger
-from titan_prores.paths import PathInRun, ReadPath
-from titan_prores.protocols import CheckpointSection
-from titan_prores.registry import register
-from titan_prores.run_folder import disk_is_full
+from titan_prores import (
+    CheckpointSection,
+    ConfigError,
+    PathInRun,
+    ReadPath,
+    disk_is_full,
+    logger,
+    one_of,
+    register,
+    setting,
+)
+from titan_prores.checkpoint.folder import CheckpointFolder, FileRecord, records_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from components.checkpoint._tensors import Beside
-    from titan_prores.mesh import Mesh
-    from titan_prores.run_folder import RunFolder
+    from titan_prores import Mesh, RunFolder
+    from titan_prores.components.checkpoint._tensors import Beside
 
 
 @register("checkpoint", "dcp")
@@ -203,7 +206,7 @@ class DistributedCheckpoint:
             raise ConfigError("resume", f"{error}; {advice}", value=step) from error
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        from components.checkpoint import _tensors
+        from titan_prores.components.checkpoint import _tensors
 
         try:
             _tensors.load(self.folder.at(step), model, optimizer)
@@ -219,7 +222,7 @@ class DistributedCheckpoint:
     def initialize(self, model: nn.Module) -> None:
         if self.config.init_from is None:
             return
-        from components.checkpoint import _tensors
+        from titan_prores.components.checkpoint import _tensors
 
         path = Path(self.config.init_from)
         try:
@@ -245,7 +248,7 @@ class DistributedCheckpoint:
     # --- Saving ---------------------------------------------------------------------------------------------------
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: Mapping[str, Any]) -> None:
-        from components.checkpoint import _tensors
+        from titan_prores.components.checkpoint import _tensors
 
         self.finish()
         folder = self.mesh.on_main(lambda: self.folder.prepare(step))

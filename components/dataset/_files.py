@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_prores.errors import ConfigError, MissingError, nearest
+from titan_prores import ConfigError, MissingError, nearest
 
 _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 _LFS_MAX_BYTES = 1024

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TextIO
 
-from titan_prores.errors import ConfigError
+from titan_prores import ConfigError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 

@@ -7,10 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from titan_prores.config import setting
-from titan_prores.errors import ConfigError, nearest
-from titan_prores.log import logger
-from titan_prores.protocols import DatasetSection
+from titan_prores import ConfigError, DatasetSection, logger, nearest, setting
 
 _BLANK = re.compile(r"[ \t\n\r]*")
 _LONGEST_LITERAL = 16  # characters; more than of a word or an escape of which the end is missing

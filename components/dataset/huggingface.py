@@ -12,12 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from components.dataset._files import refuse_lfs_pointers
-from components.dataset._records import RecordsSection, SkippedRecords
-from titan_prores.config import setting
-from titan_prores.errors import ConfigError, MissingError, nearest
-from titan_prores.paths import PathRule
-from titan_prores.registry import register
+from titan_prores import ConfigError, MissingError, PathRule, nearest, register, setting
+from titan_prores.components.dataset._files import refuse_lfs_pointers
+from titan_prores.components.dataset._records import RecordsSection, SkippedRecords
 
 # Neither need be a file here: one may be a name on the hub, the other a pattern of the data set's own files or a URL.
 LocalPath = Annotated[str, PathRule()]

@@ -9,11 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_prores.config import setting
-from titan_prores.errors import ConfigError, counted
-from titan_prores.log import logger
-from titan_prores.protocols import DatasetSection
-from titan_prores.registry import register
+from titan_prores import ConfigError, DatasetSection, counted, logger, register, setting
 
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "idlelib"}
 _TESTS = {"test", "tests"}

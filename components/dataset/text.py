@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, Literal
 
-from components.dataset._files import find_files, refuse_lfs_pointers
-from components.dataset._reading import COMPRESSIONS, LongText, check_text, chunks, first_character, lines, whole
-from components.dataset._records import RecordsSection, SkippedRecords, array_items, no_field, parse
-from titan_prores.config import setting
-from titan_prores.errors import ConfigError, MissingError
-from titan_prores.log import logger
-from titan_prores.paths import ReadGlob
-from titan_prores.registry import register
+from titan_prores import ConfigError, MissingError, ReadGlob, logger, register, setting
+from titan_prores.components.dataset._files import find_files, refuse_lfs_pointers
+from titan_prores.components.dataset._reading import (
+    COMPRESSIONS,
+    LongText,
+    check_text,
+    chunks,
+    first_character,
+    lines,
+    whole,
+)
+from titan_prores.components.dataset._records import RecordsSection, SkippedRecords, array_items, no_field, parse
 
 _LINE_FORMATS = (".txt", ".jsonl", ".ndjson", ".json")
 _KNOWN = f"{', '.join(_LINE_FORMATS)}, also with {', '.join(COMPRESSIONS)}, and .parquet"

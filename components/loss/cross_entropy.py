@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan_prores.config import Section
-from titan_prores.registry import register
+from titan_prores import Section, register
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +22,6 @@ class CrossEntropy:
 
     def __call__(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """fp32 sum over the labels that are not -100; 0 where there are none."""
-        from titan_prores.losses import cross_entropy  # takes long to load, for a recipe that has a fault
+        from titan_prores import cross_entropy
 
         return cross_entropy(logits_BSV, labels_BS)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
-from titan_prores.registry import register
+from titan_prores import ConfigError, Section, register, setting
 
 
 class Warmup(Section):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from titan_prores.config import Section, setting
-from titan_prores.protocols import Metric
-from titan_prores.run_folder import RunFolder
+from titan_prores import Metric, RunFolder, Section, setting
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from titan_prores.probing import Probing
+    from titan_prores import ModelProbe
 
 
 class ProbeSection(Section):
@@ -29,12 +27,12 @@ class Probe(Metric):
     """Measures when it is due, with the weights and the alpha that the update of the row used."""
 
     end_step: int | None = None
-    probing: Probing
+    probe: ModelProbe
     tokens_BS: torch.Tensor
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probing: Probing) -> None:
-        self.end_step, self.probing = info["end_step"], probing
-        self.tokens_BS = probing.tokens(self.config.sequences)
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
+        self.end_step, self.probe = info["end_step"], probe
+        self.tokens_BS = probe.tokens(self.config.sequences)
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
         due = step % self.config.every_steps == 0 or step == self.end_step

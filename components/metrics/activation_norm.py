@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.metrics._probe import Probe, ProbeSection
-from titan_prores.registry import register
+from titan_prores import register
+from titan_prores.components.metrics._probe import Probe, ProbeSection
 
 
 @register("metrics", "activation_norm")
@@ -21,9 +21,9 @@ class ActivationNorm(Probe):
     def look(self, step: int) -> dict[str, Any]:
         import torch
 
-        probing = self.probing
+        probe = self.probe
         # Of each layer: sum of norms, sum of squares, tokens, elements.
-        sums = torch.zeros(4, len(probing.model.layers), dtype=torch.float64, device=probing.mesh.device)
+        sums = torch.zeros(4, len(probe.model.layers), dtype=torch.float64, device=probe.mesh.device)
 
         def layer(number: int, x_BSD: torch.Tensor, y_BSD: torch.Tensor) -> None:
             norm_BS = torch.linalg.vector_norm(y_BSD, dim=-1).double()
@@ -32,6 +32,6 @@ class ActivationNorm(Probe):
             sums[2, number] += norm_BS.numel()
             sums[3, number] += y_BSD.numel()
 
-        probing.forward(self.tokens_BS, layer=layer)
-        norms, squares, tokens, elements = probing.sum(sums)
+        probe.forward(self.tokens_BS, layer=layer)
+        norms, squares, tokens, elements = probe.sum(sums)
         return {"activation_norm": (norms / tokens).tolist(), "activation_rms": (squares / elements).sqrt().tolist()}

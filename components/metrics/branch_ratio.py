@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from components.metrics._probe import Probe, ProbeSection
-from titan_prores.registry import register
+from titan_prores import register
+from titan_prores.components.metrics._probe import Probe, ProbeSection
 
 
 @register("metrics", "branch_ratio")
@@ -24,8 +24,8 @@ class BranchRatio(Probe):
     def look(self, step: int) -> dict[str, Any]:
         import torch
 
-        probing = self.probing
-        n_layers, device = len(probing.model.layers), probing.mesh.device
+        probe = self.probe
+        n_layers, device = len(probe.model.layers), probe.mesh.device
         squares: dict[str, torch.Tensor] = {}  # name -> [branch and stream, layer]
 
         def add(number: int, name: str, x_BSD: torch.Tensor, branch_BSD: torch.Tensor) -> None:
@@ -34,8 +34,8 @@ class BranchRatio(Probe):
             found = torch.stack([branch_BSD.square().sum(dtype=torch.float64), x_BSD.square().sum(dtype=torch.float64)])
             squares[name][:, number] = found + squares[name][:, number].nan_to_num(nan=0.0)
 
-        probing.forward(self.tokens_BS, add=add)
-        summed = probing.sum(torch.stack(list(squares.values())))
+        probe.forward(self.tokens_BS, add=add)
+        summed = probe.sum(torch.stack(list(squares.values())))
         ratios = (summed[:, 0] / summed[:, 1]).sqrt().tolist()
         return {
             f"branch_ratio_{name.removesuffix('_add').replace('.', '_')}": found

@@ -6,11 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from titan_prores import log
-from titan_prores.config import Section, setting
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+from titan_prores import Metric, RunFolder, Section, console, logger, register, setting, validation_text
 
 # Key of a row, title, width. Of these the row's own are shown.
 COLUMNS = (
@@ -46,7 +42,7 @@ class Console(Metric):
         self._first: tuple[int, float] | None = None  # step and time that the time left is reckoned from
         self._tokens, self._seconds = 0, 0.0
         self._last_tokens: int | None = None
-        if self.config.progress_bar and log.console().is_terminal:
+        if self.config.progress_bar and console().is_terminal:
             self._bar, self._task = _progress_bar(self._total, self._start)
             self._bar.start()
 
@@ -54,7 +50,7 @@ class Console(Metric):
         if row.get("validation"):
             self._show_pending()
             figures = {key: value for key, value in row.items() if key not in ("step", "validation")}
-            log.logger.info(f"validation after step {row['step']}: {log.validation_text(figures)}")
+            logger.info(f"validation after step {row['step']}: {validation_text(figures)}")
             return
         step = row["step"]
         self._first = self._first or (step, time.monotonic())
@@ -86,12 +82,12 @@ class Console(Metric):
         width = 2 * len(str(self._total)) + 1
         if self._lines % TITLE_EVERY == 0:
             titles = "".join(f" {title:>{w - 1}}" for _, title, w in columns)
-            log.logger.info(f"{'step':>{width}}{titles}{'left':>8}")
+            logger.info(f"{'step':>{width}}{titles}{'left':>8}")
         self._lines += 1
         cells = "".join(f" {self._cell(key, row):>{w - 1}}" for key, _, w in columns)
         step = f"{row['step']}/{self._total}"
         end = "  skipped" if row.get("skipped") else ""
-        log.logger.info(f"{step:>{width}}{cells}{self._time_left(row['step']):>8}{end}")
+        logger.info(f"{step:>{width}}{cells}{self._time_left(row['step']):>8}{end}")
         self._tokens, self._seconds = 0, 0.0
 
     def _cell(self, key: str, row: Mapping[str, Any]) -> str:
@@ -130,7 +126,7 @@ def _progress_bar(total: int, completed: int) -> tuple[Any, Any]:
         TextColumn("left {task.fields[left]}", table_column=Column(no_wrap=True, min_width=12)),
         TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
-    bar = Progress(*columns, console=log.console())
+    bar = Progress(*columns, console=console())
     return bar, bar.add_task("training", total=total, completed=completed, figures="", left="-")
 
 

@@ -7,10 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from titan_prores.config import Section
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder, plain
+from titan_prores import Metric, RunFolder, Section, json_ready, register
 
 
 @register("metrics", "jsonl")
@@ -34,7 +31,7 @@ class JsonLines(Metric):
             self._file.write("\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        line = json.dumps(plain(row), allow_nan=False) + "\n"
+        line = json.dumps(json_ready(row), allow_nan=False) + "\n"
         try:
             self._file.write(line)
             self._file.flush()

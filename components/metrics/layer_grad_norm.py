@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from titan_prores.config import Section, setting
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
+from titan_prores import Metric, Section, register, setting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +22,7 @@ class LayerGradNorm(Metric):
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
         import torch
 
-        from titan_prores.grad_norm import total_norm
+        from titan_prores import total_norm
 
         if step % self.config.every_steps:
             return {}

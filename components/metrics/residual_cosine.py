@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.metrics._probe import Probe, ProbeSection
-from titan_prores.config import setting
-from titan_prores.log import logger
-from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+from titan_prores import RunFolder, logger, register, setting
+from titan_prores.components.metrics._probe import Probe, ProbeSection
 
 if TYPE_CHECKING:
     import torch
 
-    from titan_prores.probing import Probing
+    from titan_prores import ModelProbe
 
 FILE = "residual_reference.npz"
 
@@ -45,21 +42,21 @@ class ResidualCosine(Probe):
 
     reference: tuple[int, torch.Tensor] | None = None  # step, unit vectors [L, B, S, D] in fp16
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probing: Probing) -> None:
-        super().prepare(run, info, probing)
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
+        super().prepare(run, info, probe)
         self.run, self.first_step = run, self.config.reference_ratio * info["total_steps"]
         self.reference = _read(run.path / FILE, self.tokens_BS)
         usable = self.reference is not None and self.reference[0] <= info["start_step"]
-        if not all(probing.mesh.gather(usable)):
+        if not all(probe.mesh.gather(usable)):
             self.reference = None
 
     def look(self, step: int) -> dict[str, Any]:
         if self.reference is not None:
             then, directions_LBSD = self.reference
-            found = self.probing.residual_cosines(self.tokens_BS, directions_LBSD)
+            found = self.probe.residual_cosines(self.tokens_BS, directions_LBSD)
             return {"residual_cosine": found, "residual_cosine_step": then}
         if step >= self.first_step:
-            self.reference = step, self.probing.residual_directions(self.tokens_BS)
+            self.reference = step, self.probe.residual_directions(self.tokens_BS)
             self.run.write_file(FILE, _content(step, self.tokens_BS, self.reference[1]))
             logger.info("residual_cosine: later steps are compared with what layers add in step %d", step)
         return {}

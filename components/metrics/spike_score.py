@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from titan_prores.config import Section, setting
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder, read_rows
-from titan_prores.spikes import SpikeScore
+from titan_prores import Metric, RunFolder, Section, SpikeScore, read_rows, register, setting
 
 if TYPE_CHECKING:
-    from titan_prores.probing import Probing
+    from titan_prores import ModelProbe
 
 KEYS = ("loss", "grad_norm")
 
@@ -37,7 +33,7 @@ class SpikeScores(Metric):
 
     scores: Mapping[str, SpikeScore] | None = None
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probing: Probing) -> None:
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
         config = self.config
         self.end_step = info["end_step"]
         self.scores = {

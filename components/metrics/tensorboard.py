@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from components.metrics._scalars import TOGETHER, scalars
-from titan_prores.config import Section, dotted, setting
-from titan_prores.paths import PathInRun
-from titan_prores.protocols import Metric
-from titan_prores.recipe import flatten
-from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+from titan_prores import Metric, PathInRun, RunFolder, Section, dotted, flatten, register, setting
+from titan_prores.components.metrics._scalars import TOGETHER, scalars
 
 
 @register("metrics", "tensorboard")

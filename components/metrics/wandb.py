@@ -6,12 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from components.metrics._scalars import scalars
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
-from titan_prores.run_folder import RunFolder
+from titan_prores import ConfigError, Metric, RunFolder, Section, register, setting
+from titan_prores.components.metrics._scalars import scalars
 
 
 @register("metrics", "wandb")

@@ -15,14 +15,20 @@ import torch.nn.functional as F
 from pydantic import ValidationInfo, field_validator, model_validator
 from torch import nn
 
-from components.model.norm_schemes import NORM_SCHEMES, Placement
-from components.model.weight_inits import WEIGHT_INITS, Shape
-from titan_prores.config import Section, one_of, setting
-from titan_prores.errors import ConfigError, nearest
-from titan_prores.init import InitRule, constant
+from titan_prores import (
+    ConfigError,
+    InitRule,
+    Section,
+    TensorParallelPlan,
+    constant,
+    nearest,
+    one_of,
+    register,
+    setting,
+)
+from titan_prores.components.model.norm_schemes import NORM_SCHEMES, Placement
+from titan_prores.components.model.weight_inits import WEIGHT_INITS, Shape
 from titan_prores.prores import ResidualAdd
-from titan_prores.protocols import TensorParallelPlan
-from titan_prores.registry import register
 
 # name -> (dim, ffn_dim, n_heads, n_layers); the shapes of the ProRes paper and its reference code, and two for CPUs.
 _SHAPES = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_prores.init import InitRule, fan_in_normal, normal, ones, trunc_normal, xavier_normal
+from titan_prores import InitRule, fan_in_normal, normal, ones, trunc_normal, xavier_normal
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from titan_prores.config import Section, setting
-from titan_prores.parameter_groups import NO_DECAY, ParameterGroup, split
-from titan_prores.registry import register
+from titan_prores import NO_DECAY, ParameterGroup, Section, register, setting, split_parameters
 
 
 @register("optimizer", "adamw")
@@ -37,7 +35,7 @@ class AdamW:
     def build(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         c = self.config
         return torch.optim.AdamW(
-            split(named_parameters, c.groups, c.lr, c.weight_decay),
+            split_parameters(named_parameters, c.groups, c.lr, c.weight_decay),
             lr=c.lr,
             betas=(c.beta1, c.beta2),
             eps=c.eps,

@@ -9,10 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
-from titan_prores.registry import register
-from titan_prores.transform import Facts, Parallelism, Phase
+from titan_prores import ConfigError, Facts, Parallelism, Phase, Section, register, setting
 
 
 @register("parallelism", "fsdp")

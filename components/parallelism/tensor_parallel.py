@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
-from titan_prores.parameter_groups import trained
-from titan_prores.protocols import TensorParallelPlan
-from titan_prores.registry import register
-from titan_prores.transform import Facts, Parallelism, Phase
+from titan_prores import (
+    ConfigError,
+    Facts,
+    Parallelism,
+    Phase,
+    Section,
+    TensorParallelPlan,
+    register,
+    setting,
+    trained_parameters,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -57,7 +62,9 @@ class TensorParallel(Parallelism):
         plan = model.tensor_parallel_plan()
         if not isinstance(plan, TensorParallelPlan):
             problem = f"{type(model).__name__}.tensor_parallel_plan() returns a {type(plan).__name__}"
-            raise ConfigError(key, problem, value=self.degree, allowed="a titan_prores.protocols.TensorParallelPlan")
+            raise ConfigError(
+                key, problem, value=self.degree, allowed="a titan_prores.protocols.model.TensorParallelPlan"
+            )
         uneven = [f"{name} {size}" for name, size in plan.divisible.items() if size % self.degree]
         scarce = [f"{name} {size}" for name, size in plan.spread.items() if not _all_have_a_share(size, self.degree)]
         reasons = [f"does not divide {', '.join(uneven)}"] if uneven else []
@@ -77,7 +84,7 @@ class TensorParallel(Parallelism):
         facts.handled |= set(self.axes)
         if self.degree == 1:
             return
-        from components.parallelism._styles import STYLES, float8_styles
+        from titan_prores.components.parallelism._styles import STYLES, float8_styles
 
         self.mesh = facts.mesh.device_mesh["tp"]
         self.plan: TensorParallelPlan = model.tensor_parallel_plan()
@@ -129,7 +136,7 @@ class TensorParallel(Parallelism):
             return
         from torch.distributed.tensor import DTensor
 
-        from components.parallelism._styles import STYLES
+        from titan_prores.components.parallelism._styles import STYLES
 
         for pattern, word in self.plan.modules.items():
             modules = list(matching(model, pattern))
@@ -161,7 +168,7 @@ class TensorParallel(Parallelism):
         if self.config.async_tp:
             self._overlap(next(model.parameters()).device)
         # Not earlier: these parameters are not those that `apply` saw.
-        for _, parameter in trained(model):
+        for _, parameter in trained_parameters(model):
             parameter.register_post_accumulate_grad_hook(_finish_sum)
 
     def _overlap(self, device: torch.device) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import model_validator
 
-from titan_prores.config import Section, setting
-from titan_prores.prores.adaptive import AdaptiveSchedule
-from titan_prores.registry import register
+from titan_prores import AdaptiveSchedule, Section, register, setting
 
 
 @register("residual_schedule", "adaptive")

@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError, counted
-from titan_prores.paths import ReadPath
+from titan_prores import ConfigError, ReadPath, Section, counted, register, setting
 from titan_prores.prores import table
-from titan_prores.registry import register
 
 
 @register("residual_schedule", "from_table")

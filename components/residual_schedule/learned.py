@@ -6,10 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import counted
-from titan_prores.prores.learned import LearnedSchedule
-from titan_prores.registry import register
+from titan_prores import LearnedSchedule, Section, counted, register, setting
 
 
 @register("residual_schedule", "learned")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import model_validator
 
-from titan_prores.config import Section, setting
-from titan_prores.prores.schedules import SCHEDULES, Schedule, check_length
-from titan_prores.registry import register
+from titan_prores import Schedule, Section, register, setting
+from titan_prores.prores import SCHEDULES, check_length
 
 
 def _component(name: str) -> type:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import tiktoken
 
-from titan_prores.config import Section
-from titan_prores.registry import register
+from titan_prores import Section, register
 
 END_OF_TEXT = "<|endoftext|>"
 

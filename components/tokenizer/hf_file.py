@@ -9,11 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from components.tokenizer.tiktoken_file import pieces
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError, MissingError, nearest
-from titan_prores.paths import ReadPath
-from titan_prores.registry import register
+from titan_prores import ConfigError, MissingError, ReadPath, Section, nearest, register, setting
+from titan_prores.components.tokenizer.tiktoken_file import pieces
 
 _MAX_PIECE = 1_000_000  # characters; the library takes some 200 bytes of memory for each
 

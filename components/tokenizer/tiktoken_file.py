@@ -12,10 +12,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError, MissingError, nearest
-from titan_prores.paths import ReadPath
-from titan_prores.registry import register
+from titan_prores import ConfigError, MissingError, ReadPath, Section, nearest, register, setting
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -12,10 +12,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from titan_prores.config import Section, one_of, setting
-from titan_prores.errors import ConfigError, counted
-from titan_prores.registry import register
-from titan_prores.transform import Facts, Phase, Transform
+from titan_prores import ConfigError, Facts, Phase, Section, Transform, counted, one_of, register, setting
 
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 # What selective checkpointing keeps, by name: results that are dear to compute, or to communicate, for their size. Much

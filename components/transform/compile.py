@@ -13,12 +13,7 @@ from pydantic import field_validator, model_validator
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from titan_prores.config import Section, one_of, setting
-from titan_prores.errors import ConfigError, counted
-from titan_prores.log import logger
-from titan_prores.protocols import Loss
-from titan_prores.registry import register
-from titan_prores.transform import Facts, Phase, Transform
+from titan_prores import ConfigError, Facts, Loss, Phase, Section, Transform, counted, logger, one_of, register, setting
 
 # Updates in which graphs are expected: some are compiled only for what the first left behind.
 WARMUP_UPDATES = 2

@@ -12,12 +12,18 @@ import torch
 from pydantic import model_validator
 from torch import nn
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError
-from titan_prores.log import quiet
-from titan_prores.registry import register
-from titan_prores.throughput import FLOAT8_CAPABILITIES, has_float8_matmul
-from titan_prores.transform import Facts, Phase, Transform
+from titan_prores import (
+    FLOAT8_CAPABILITIES,
+    ConfigError,
+    Facts,
+    Phase,
+    Section,
+    Transform,
+    has_float8_matmul,
+    quiet,
+    register,
+    setting,
+)
 
 # torch._scaled_mm takes no other sizes, so a smaller or odd linear would end a run at its first step on a device.
 MULTIPLE = 16

@@ -9,15 +9,20 @@ import numpy as np
 from pydantic import field_validator
 from torch import nn
 
-from titan_prores.config import Section, setting, slot
-from titan_prores.errors import ConfigError
-from titan_prores.init import InitRule
-from titan_prores.parts import Part
-from titan_prores.prores import LearnedSchedule, ProRes
-from titan_prores.prores.residual import ScaledResidualAdd
-from titan_prores.prores.rewrite import SCHEDULE_NAME
-from titan_prores.registry import register
-from titan_prores.transform import Facts, Phase, Transform
+from titan_prores import (
+    ConfigError,
+    Facts,
+    InitRule,
+    Part,
+    Phase,
+    ScaledResidualAdd,
+    Section,
+    Transform,
+    register,
+    setting,
+    slot,
+)
+from titan_prores.prores import SCHEDULE_NAME, LearnedSchedule, ProRes
 
 WARM = 2**50  # a step after every warmup, and one that float64 still counts
 

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from titan_prores.config import setting
-from titan_prores.log import logger
-from titan_prores.protocols import Loss, ValidatorSection
-from titan_prores.records import perplexity
-from titan_prores.registry import register
+from titan_prores import Loss, ValidatorSection, logger, perplexity, register, setting
 
 if TYPE_CHECKING:
-    from titan_prores.data import TokenWindows
-    from titan_prores.mesh import Mesh
+    from titan_prores import Mesh, TokenWindows
 
 
 @register("validator", "perplexity")

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_prores.config import Section, setting
-from titan_prores.init import InitRule, normal
-from titan_prores.transform import Facts, Phase, Transform
+from titan_prores.config.sections import Section, setting
+from titan_prores.model.weight_init import normal
+from titan_prores.protocols.model import InitRule
+from titan_prores.protocols.transform import Facts, Phase, Transform
 
 
 class AdaptedLinear(nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from components.model.llama import Llama, LlamaConfig
+from titan_prores.components.model.llama import Llama, LlamaConfig
 
 
 class FrozenLlama(Llama):

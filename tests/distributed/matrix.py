@@ -36,9 +36,10 @@ import torch
 
 from tests.distributed.parity import REPOSITORY, debug_recipe, gradient_errors, swap_shards, train
 from tests.distributed.spawn import RanksFailed, run_ranks
-from titan_prores.check import report
-from titan_prores.errors import ConfigError, ConfigErrors
-from titan_prores.tables import markdown, replace_between
+from titan_prores.config.errors import ConfigError, ConfigErrors
+from titan_prores.dry_run.report import report
+from titan_prores.output.shell import run_command
+from titan_prores.output.tables import markdown, replace_between
 from titan_prores.trainer import Trainer
 
 RESULTS = Path(__file__).with_name("support_matrix.jsonl")
@@ -175,7 +176,7 @@ def unawaited_embedding() -> AbstractContextManager[Any]:
     """What leaves the embedding is still on its way between ranks when a compiled layer takes it."""
     from torch.distributed.tensor.parallel import RowwiseParallel
 
-    from components.parallelism._styles import VocabularyEmbedding
+    from titan_prores.components.parallelism._styles import VocabularyEmbedding
 
     plain = staticmethod(RowwiseParallel._prepare_output_fn)
     return patch.object(VocabularyEmbedding, "_prepare_output_fn", plain)
@@ -493,7 +494,7 @@ def _controls(results: Mapping[str, Mapping[str, Any]]) -> Iterable[list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what has no result yet, write the results and the README's table; 0 when nothing failed or was missed."""
     parser = argparse.ArgumentParser(
-        prog="support_matrix.py",
+        prog="python -m tests.distributed.matrix",
         description=f"Run the cells of the support matrix that {RESULTS.name} has no result of, for the versions of "
         "torch and torchao that are installed, and write the README's table. About an hour for all of them on two CPU "
         "cores; stopped and started again, it goes on where it was.",
@@ -539,3 +540,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in bad:
         print(f"{results[name]['status']}: {name}: {results[name].get('reason', '')}", file=sys.stderr)
     return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -12,12 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.integration.launch import rows
-from titan_prores import config, registry
-from titan_prores import mesh as mesh_module
-from titan_prores.init import init_weights
-from titan_prores.mesh import World
-from titan_prores.protocols import Metric
-from titan_prores.recipe import Recipe, resolve
+from titan_prores.config import registry, sources
+from titan_prores.config.recipe import Recipe
+from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.sections import Section, setting
+from titan_prores.distributed import mesh as mesh_module
+from titan_prores.distributed.mesh import World
+from titan_prores.model.weight_init import init_weights
+from titan_prores.protocols.metric import Metric
 from titan_prores.trainer import Trainer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,8 +41,8 @@ class CaptureGradients(Metric):
     is 0 in step 1, where branches get no gradient, and is not in step 2.
     """
 
-    class Config(config.Section):
-        steps: tuple[int, ...] = config.setting((1, 2), "steps whose gradients are kept")
+    class Config(Section):
+        steps: tuple[int, ...] = setting((1, 2), "steps whose gradients are kept")
 
     captured: ClassVar[dict[tuple[int, str], torch.Tensor]] = {}
 
@@ -72,7 +74,7 @@ def debug_recipe(world_size: int, overrides: Sequence[str], run: str) -> Recipe:
     Raises:
         ConfigErrors: the overrides do not fit.
     """
-    tree = config.load(
+    tree = sources.load(
         REPOSITORY / "train_configs/debug.toml",
         [
             f"--job.dump_folder={run}",
@@ -92,7 +94,7 @@ def debug_recipe(world_size: int, overrides: Sequence[str], run: str) -> Recipe:
             "--training.local_batch_size=4",
             *overrides,
         ],
-        registry.builtin_folder() / "defaults.toml",
+        registry.DEFAULTS,
     )
     return resolve(tree, world_size)
 

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.spawn import run_ranks
 from tests.integration.launch import rows
-from titan_prores import config, registry
-from titan_prores.mesh import World
-from titan_prores.protocols import Metric
-from titan_prores.recipe import resolve
+from titan_prores.config import registry, sources
+from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.sections import Section
+from titan_prores.distributed.mesh import World
+from titan_prores.protocols.metric import Metric
 from titan_prores.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,7 +44,7 @@ class Gradients(Metric):
     Both belong to the initial weights, as the learning rate of step 1 is 0, and alpha is not 0 any more.
     """
 
-    Config = config.Section
+    Config = Section
     file: ClassVar[Path]
     found: ClassVar[dict[str, tuple[float, float]]]  # name -> norm, relative distance
 
@@ -69,7 +70,7 @@ def train(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict
     """A few steps of the 7B recipe with one layer; on rank 0 losses, norm and distance of each gradient, the log."""
     Gradients.file = Path(folder) / "gradients.pt"
     run = f"{folder}/{world_size}"
-    tree = config.load(
+    tree = sources.load(
         REPOSITORY / "train_configs/llama_7b.toml",
         [
             f"--job.dump_folder={run}",
@@ -96,7 +97,7 @@ def train(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict
             "--metrics.gradients.name=tests.distributed.test_7b_block:Gradients",
             *overrides,
         ],
-        registry.builtin_folder() / "defaults.toml",
+        registry.DEFAULTS,
     )
     trainer = Trainer(resolve(tree, world_size), World(rank, rank, world_size))
     trainer.build()

@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.spawn import run_ranks
-from titan_prores import check, config, registry
-from titan_prores.activation_bytes import step_bytes
-from titan_prores.mesh import World
-from titan_prores.protocols import Metric
-from titan_prores.recipe import Recipe, resolve
+from titan_prores.config import registry, sources
+from titan_prores.config.recipe import Recipe
+from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.sections import Section
+from titan_prores.distributed.mesh import World
+from titan_prores.dry_run.report import report
+from titan_prores.model.activation_bytes import step_bytes
+from titan_prores.protocols.metric import Metric
 from titan_prores.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,7 +49,7 @@ CELLS += [(layout, ac) for layout in ("fsdp2", "fsdp2xtp2") for ac in ("full", "
 
 
 def recipe(layout: str, ac: str, folder: str) -> Recipe:
-    tree = config.load(
+    tree = sources.load(
         REPOSITORY / "train_configs/debug.toml",
         [
             f"--job.dump_folder={folder}/{layout}-{ac}",
@@ -65,7 +68,7 @@ def recipe(layout: str, ac: str, folder: str) -> Recipe:
             *LAYOUTS[layout],
             *CHECKPOINTS[ac],
         ],
-        registry.builtin_folder() / "defaults.toml",
+        registry.DEFAULTS,
     )
     return resolve(tree, RANKS)
 
@@ -77,7 +80,7 @@ def local_bytes(tensors: Any) -> int:
 class GradientBytes(Metric):
     """Keeps how many bytes of gradients this rank has before the optimizer."""
 
-    Config = config.Section
+    Config = Section
     found: ClassVar[int] = 0
 
     def measure(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
@@ -136,10 +139,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str]
 def test_what_check_says_is_what_a_rank_holds(
     layout: str, ac: str, ranks: list[dict[tuple[str, str], dict[str, int]]], tmp_path: Path
 ) -> None:
-    report = check.report(recipe(layout, ac, str(tmp_path)), RANKS)
+    shown = report(recipe(layout, ac, str(tmp_path)), RANKS)
 
     def said(what: str, default: int | None = None) -> int:
-        found = re.search(rf"^(?:  )?{what} +([\d,]+) (?:bytes| \()", report.split("\nflops a token")[1], re.MULTILINE)
+        found = re.search(rf"^(?:  )?{what} +([\d,]+) (?:bytes| \()", shown.split("\nflops a token")[1], re.MULTILINE)
         return int(found[1].replace(",", "")) if found else default
 
     real = ranks[0][layout, ac]

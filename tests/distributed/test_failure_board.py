@@ -7,7 +7,7 @@ def one_fails(rank, world_size):
     import torch
     import torch.distributed as dist
 
-    from titan_prores.failures import FailureBoard
+    from titan_prores.distributed.failures import FailureBoard
 
     board = FailureBoard(dist.distributed_c10d._get_default_store())
     account = None

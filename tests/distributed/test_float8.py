@@ -49,7 +49,7 @@ TENSOR_PARALLEL_SHARE = 0.25
 
 def train_without_shared_scales(rank: int, world_size: int, overrides: list[str], folder: str) -> dict[str, Any]:
     """The wrong way: each rank of tp scales its part of a weight by its own largest value, as all-gathers do alone."""
-    from components.transform.float8 import Float8
+    from titan_prores.components.transform.float8 import Float8
 
     Float8._precompute = lambda self: None
     return train(rank, world_size, [*overrides, *VARIANTS["all_gather"]], f"{folder}/unshared")

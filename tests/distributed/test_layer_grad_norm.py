@@ -12,7 +12,7 @@ def norms(rank, world_size):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from components.metrics.layer_grad_norm import LayerGradNorm
+    from titan_prores.components.metrics.layer_grad_norm import LayerGradNorm
 
     class Model(nn.Module):
         def __init__(self):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from components.model.norm_schemes import NORM_SCHEMES
-from components.transform.compile import graphs
 from tests.distributed.parity import PRORES, assert_same_run, train
 from tests.distributed.spawn import run_ranks
+from titan_prores.components.model.norm_schemes import NORM_SCHEMES
+from titan_prores.components.transform.compile import graphs
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed.parity import BASELINE, PRORES, STEPS, assert_same_run, train, train_all
 from tests.distributed.spawn import run_ranks
 from titan_prores import build as build_module
-from titan_prores.init import init_weights, match_rules, name_seed
+from titan_prores.model.weight_init import init_weights, match_rules, name_seed
 
 pytestmark = pytest.mark.timeout(600)
 

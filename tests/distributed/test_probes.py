@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from components.model.llama import Llama, LlamaConfig
 from tests.distributed.parity import build, full
 from tests.distributed.spawn import run_ranks
 from tests.integration.launch import rows
-from titan_prores.config import Section
-from titan_prores.protocols import Metric
+from titan_prores.components.model.llama import Llama, LlamaConfig
+from titan_prores.config.sections import Section
+from titan_prores.protocols.metric import Metric
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tests.distributed.parity import BASELINE, PRORES, assert_same_run, swap_shards, train, train_all
 from tests.distributed.spawn import run_ranks
 from titan_prores import build as build_module
-from titan_prores.init import init_weights
+from titan_prores.model.weight_init import init_weights
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ QUICK = ("pre-prores", "sandwich", "frozen", "adapters", "scaled-tied")
 def train_variants(
     rank: int, world_size: int, overrides: list[str], folder: str, variants: dict[str, list[str]]
 ) -> dict[str, Any]:
-    from components.model.norm_schemes import NORM_SCHEMES, NormScheme, Placement
+    from titan_prores.components.model.norm_schemes import NORM_SCHEMES, NormScheme, Placement
 
     # All that a placement can have, and other norms in each layer.
     NORM_SCHEMES["scaled"] = NormScheme(
@@ -135,7 +135,7 @@ class UnsummedNorm(ParallelStyle):
 
 
 def train_broken(rank: int, world_size: int, overrides: list[str], folder: str) -> dict[str, Any]:
-    from components.parallelism._styles import STYLES
+    from titan_prores.components.parallelism._styles import STYLES
 
     results = {}
     build_module.init_weights = swap_shards

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.spawn import run_ranks
-from titan_prores import vocab_parallel
+from titan_prores import vocab_parallel_cross_entropy, vocab_parallel_logsumexp
+from titan_prores.distributed import vocab_parallel
 
 ROWS = (2, 6)
 IGNORED = (0, 3)
@@ -88,25 +89,25 @@ def measure(rank: int, world_size: int) -> dict[str, Any]:
         logits = distribute_tensor(whole, mesh, [Shard(2)])
         with Largest() as largest:
             leaf = logits.detach().requires_grad_()
-            vocab_parallel.cross_entropy(leaf, labels, label_smoothing=0.1).backward()
+            vocab_parallel_cross_entropy(leaf, labels, label_smoothing=0.1).backward()
         assert size == 1 or largest.columns == logits.to_local().shape[-1] < size
-        found[case] = evaluate(vocab_parallel.cross_entropy, vocab_parallel.logsumexp, logits, case)
+        found[case] = evaluate(vocab_parallel_cross_entropy, vocab_parallel_logsumexp, logits, case)
         if size == 1:
             continue
         torch._dynamo.reset()  # in a run the vocabulary stays as large as it is: here it is not to be taken for dynamic
         compiled = [
             torch.compile(function, backend="aot_eager", fullgraph=True)
-            for function in (vocab_parallel.cross_entropy, vocab_parallel.logsumexp)
+            for function in (vocab_parallel_cross_entropy, vocab_parallel_logsumexp)
         ]
         with torch._functorch.config.patch(enable_autograd_cache=False):
             found[f"{case}, compiled"] = evaluate(*compiled, logits, case)
     own = vocab_parallel._own_columns
     vocab_parallel._own_columns = lambda logits: (own(logits)[0], 0, own(logits)[2])
     logits = distribute_tensor(inputs("uneven")[0], mesh, [Shard(2)])
-    found[WRONG] = evaluate(vocab_parallel.cross_entropy, vocab_parallel.logsumexp, logits, "uneven")
+    found[WRONG] = evaluate(vocab_parallel_cross_entropy, vocab_parallel_logsumexp, logits, "uneven")
     vocab_parallel._own_columns = own
     with pytest.raises(ValueError, match=r"logits are placed as .*allowed: Shard\(2\), the vocabulary"):
-        vocab_parallel.logsumexp(distribute_tensor(inputs("even")[0], mesh, [Shard(1)]))
+        vocab_parallel_logsumexp(distribute_tensor(inputs("even")[0], mesh, [Shard(1)]))
     return found
 
 
@@ -145,7 +146,7 @@ def test_split_logits_give_what_whole_ones_do() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_whole_logits(case: str) -> None:
-    found = evaluate(vocab_parallel.cross_entropy, vocab_parallel.logsumexp, inputs(case)[0], case)
+    found = evaluate(vocab_parallel_cross_entropy, vocab_parallel_logsumexp, inputs(case)[0], case)
     for what, error in errors(found, case).items():
         assert error <= (1e-2 if case == "bf16" and "gradient" in what else 1e-5), f"{what}: {error:.1e}"
 
@@ -153,15 +154,15 @@ def test_whole_logits(case: str) -> None:
 def test_what_cannot_be_right() -> None:
     logits = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="reduction is 'avg'"):
-        vocab_parallel.cross_entropy(logits, torch.zeros(2, dtype=torch.int64), reduction="avg")
+        vocab_parallel_cross_entropy(logits, torch.zeros(2, dtype=torch.int64), reduction="avg")
     with pytest.raises(ValueError, match="label_smoothing is 2"):
-        vocab_parallel.cross_entropy(logits, torch.zeros(2, dtype=torch.int64), label_smoothing=2)
-    assert vocab_parallel.cross_entropy(logits, torch.tensor([0, 3])).isnan()
-    assert vocab_parallel.cross_entropy(logits, torch.full((2,), -100)) == 0
+        vocab_parallel_cross_entropy(logits, torch.zeros(2, dtype=torch.int64), label_smoothing=2)
+    assert vocab_parallel_cross_entropy(logits, torch.tensor([0, 3])).isnan()
+    assert vocab_parallel_cross_entropy(logits, torch.full((2,), -100)) == 0
 
 
 def test_gradients_in_float64() -> None:
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     labels = torch.tensor([4, -100, 0])
-    torch.autograd.gradcheck(lambda x: vocab_parallel.cross_entropy(x, labels, label_smoothing=0.2), logits)
-    torch.autograd.gradcheck(vocab_parallel.logsumexp, logits)
+    torch.autograd.gradcheck(lambda x: vocab_parallel_cross_entropy(x, labels, label_smoothing=0.2), logits)
+    torch.autograd.gradcheck(vocab_parallel_logsumexp, logits)

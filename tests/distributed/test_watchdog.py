@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.distributed.spawn import run_ranks
-from titan_prores.watchdog import FOR_DATA, Progress, Watchdog, late_ranks, stall_message
+from titan_prores.distributed.watchdog import FOR_DATA, Progress, Watchdog, late_ranks, stall_message
 
 TIMEOUT = 2.0  # longer than a step takes where other tests run beside it
 

@@ -52,7 +52,7 @@ def writers(launched: subprocess.Popen) -> list[psutil.Process]:
     found = []
     for process in processes_of(launched):
         try:
-            if any("components.checkpoint._process" in word for word in process.cmdline()):
+            if any("titan_prores.components.checkpoint._process" in word for word in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue
@@ -136,7 +136,7 @@ def test_failure_of_a_writer_beside_training_ends_the_run(mode: str, tmp_path: P
 
 FULL_DISK = """
 import errno
-from components.checkpoint._folder import CheckpointFolder
+from titan_prores.checkpoint.folder import CheckpointFolder
 
 publish = CheckpointFolder.publish
 

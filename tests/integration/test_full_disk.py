@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint._folder import CheckpointFolder
 from tests.integration.launch import REPOSITORY, command, debug, launch, losses
+from titan_prores.checkpoint.folder import CheckpointFolder
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 

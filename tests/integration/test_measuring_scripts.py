@@ -1,4 +1,4 @@
-"""scripts/benchmark.py and scripts/gpu_check.py as a user runs them, at the smallest sizes there are."""
+"""titan-prores benchmark and titan-prores gpu-check as a user runs them, at the smallest sizes there are."""
 
 from __future__ import annotations
 

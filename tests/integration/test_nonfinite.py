@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 PARTS = '''
 import torch
-from titan_prores.config import setting
-from titan_prores.registry import lookup, register
+from titan_prores import lookup, register, setting
 
 CrossEntropy = lookup("loss", "cross_entropy")
 
@@ -192,9 +191,7 @@ def test_a_signal_in_a_step_that_goes_back_is_answered_there(folder: Path, skipp
 
 SIGNAL_IN_STEP = '''
 import os, signal
-from titan_prores.config import Section, setting
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
+from titan_prores import Metric, register, Section, setting
 
 
 @register("metrics", "signal_in_step")

@@ -1,4 +1,4 @@
-"""scripts/plot.py as a user runs it, on a run of the debug recipe with every probe on."""
+"""titan-prores plot as a user runs it, on a run of the debug recipe with every probe on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from components.checkpoint._folder import record
 from tests.integration.launch import REPOSITORY, debug, fork, rows
 from tests.integration.test_trained_schedules import SCHEDULES
-from titan_prores.errors import ConfigError
-from titan_prores.plots.cosines import checkpoint_cosines
+from titan_prores.checkpoint.folder import record
+from titan_prores.config.errors import ConfigError
+from titan_prores.tools.plots.cosines import checkpoint_cosines
 
 PLOT = REPOSITORY / "scripts" / "plot.py"
 

@@ -216,7 +216,7 @@ def test_checkpoint_says_what_it_is_of(straight: dict[int, Path]) -> None:
 
 DROPOUT = '''
 import torch.nn.functional as F
-from titan_prores.registry import lookup, register
+from titan_prores import lookup, register
 
 
 @register("model", "dropout_llama")
@@ -374,7 +374,7 @@ def test_saving_does_not_touch_the_run(folder: Path) -> None:
 
 NAN_FIRST = '''
 import torch
-from titan_prores.registry import lookup, register
+from titan_prores import lookup, register
 
 CrossEntropy = lookup("loss", "cross_entropy")
 

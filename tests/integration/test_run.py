@@ -92,9 +92,7 @@ def test_losses_of_the_debug_recipe_are_the_golden_ones(tmp_path: Path, request:
 
 OWN_PARTS = '''
 import numpy as np
-from titan_prores.config import Section, setting
-from titan_prores.protocols import DatasetSection
-from titan_prores.registry import register
+from titan_prores import DatasetSection, register, Section, setting
 
 
 @register("residual_schedule", "all-or-nothing")
@@ -174,9 +172,7 @@ dump_folder = "run"
 FAULTY_PARTS = '''
 import os, signal, torch
 import torch.distributed as dist
-from titan_prores.config import Section, setting
-from titan_prores.protocols import Metric
-from titan_prores.registry import lookup, register
+from titan_prores import lookup, Metric, register, Section, setting
 
 
 @register("metrics", "trouble")
@@ -322,7 +318,7 @@ def test_a_signal_saves_and_a_second_one_ends_at_once(number: signal.Signals, tm
 
 SLOW_VALIDATION = """
 import pathlib, time
-from titan_prores.registry import lookup, register
+from titan_prores import lookup, register
 
 
 @register("validator", "slow")
@@ -354,8 +350,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
 
 ENDLESS_TEXT = """
 import itertools, pathlib
-from titan_prores.protocols import DatasetSection
-from titan_prores.registry import register
+from titan_prores import DatasetSection, register
 
 
 @register("dataset", "endless")
@@ -443,10 +438,7 @@ def test_check_prints_what_a_run_would_be_for_any_world_size() -> None:
 
 LONELY = '''
 import torch.distributed as dist
-from titan_prores.config import Section
-from titan_prores.errors import ConfigError
-from titan_prores.protocols import Metric, ValidatorSection
-from titan_prores.registry import register
+from titan_prores import ConfigError, Metric, register, Section, ValidatorSection
 
 
 @register("metrics", "lonely")
@@ -517,10 +509,7 @@ def test_a_probe_without_held_out_text_is_refused(tmp_path: Path) -> None:
 
 Z_LOSS = '''
 import torch, torch.nn.functional as F
-from titan_prores.config import Section, setting
-from titan_prores.losses import LossTerms, as_terms
-from titan_prores.registry import register
-from titan_prores.transform import Phase, Transform
+from titan_prores import as_terms, LossTerms, Phase, register, Section, setting, Transform
 
 
 @register("transform", "z_loss")

@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 PARTS = '''
 import pathlib, time
-from titan_prores.config import Section
-from titan_prores.registry import register
-from titan_prores.transform import Phase, Transform
+from titan_prores import Phase, register, Section, Transform
 
 
 @register("transform", "slow_validation")
@@ -99,9 +97,7 @@ def test_a_signal_cuts_a_validation_short(ranks: int, tmp_path: Path) -> None:
 
 LAST_STEP = '''
 import os, signal
-from titan_prores.config import Section
-from titan_prores.protocols import Metric
-from titan_prores.registry import register
+from titan_prores import Metric, register, Section
 
 
 @register("metrics", "late_signal")

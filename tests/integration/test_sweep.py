@@ -1,4 +1,4 @@
-"""scripts/sweep.py as a user runs it: interrupted, gone on, and put into a table."""
+"""titan-prores sweep as a user runs it: interrupted, gone on, and put into a table."""
 
 from __future__ import annotations
 

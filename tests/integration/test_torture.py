@@ -86,7 +86,7 @@ loader.sample_windows = lambda seed, positions, n: sample_windows(seed, position
     ),
     "other weights": (
         """
-from components.checkpoint import _tensors
+from titan_prores.components.checkpoint import _tensors
 
 load = _tensors.load
 
@@ -102,7 +102,7 @@ _tensors.load = inexact
     ),
     "rows twice": (
         """
-from titan_prores.run_folder import RunFolder
+from titan_prores.output.run_folder import RunFolder
 
 RunFolder.set_aside_metrics = lambda self, step: 0
 """,
@@ -110,7 +110,7 @@ RunFolder.set_aside_metrics = lambda self, step: 0
     ),
     "saves too seldom": (
         """
-from titan_prores.saving import Saver
+from titan_prores.checkpoint.saver import Saver
 
 Saver.due = lambda self, step, *, last: step % 12 == 0
 """,

@@ -43,8 +43,9 @@ import psutil
 
 from tests.integration.launch import CORPUS, debug, forked, processes_of, start
 from tests.integration.torture_inside import describe_launch, write_plugin
-from titan_prores.tables import markdown, show
-from titan_prores.watchdog import MARGIN_SECONDS
+from titan_prores.distributed.watchdog import MARGIN_SECONDS
+from titan_prores.output.shell import run_command
+from titan_prores.output.tables import markdown, show
 
 LAYOUT_TOLERANCE = 1e-5
 CONTROL_STEPS = 10
@@ -181,7 +182,7 @@ def async_modes() -> list[str]:
     """The ways to save that there are."""
     from typing import get_args
 
-    from components.checkpoint.dcp import DistributedCheckpoint
+    from titan_prores.components.checkpoint.dcp import DistributedCheckpoint
 
     return list(get_args(DistributedCheckpoint.Config.model_fields["async_mode"].annotation))
 
@@ -1323,7 +1324,7 @@ def describe(record: Record) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0 when every fault was survived, 1 when something was lost."""
     parser = argparse.ArgumentParser(
-        prog="torture.py",
+        prog="python -m tests.integration.torture",
         description=(
             "Kill, damage and disturb small runs, start them again, and hold all that they do against undisturbed ones."
         ),
@@ -1375,3 +1376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not lost and options.keep is None:
         shutil.rmtree(folder)
     return status or int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

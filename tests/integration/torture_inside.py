@@ -1,4 +1,4 @@
-"""What runs inside the ranks of a launch that scripts/torture.py disturbs: it records, and does harm when told to.
+"""What runs inside the ranks of a launch that torture.py disturbs: it records, and does harm when told to.
 
 A launch's `--import` names the file that `write_plugin` leaves in the folder of a chain; `launch.json` beside it says
 which launch it is and which rank comes to which harm. The engine is wrapped from outside and knows nothing of this.

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.model.llama import Llama
-from titan_prores import cli, config, registry
+from titan_prores import cli
 from titan_prores.build import build_components
-from titan_prores.cli import Options, describe, list_components, parse
-from titan_prores.errors import ConfigError, ConfigErrors
-from titan_prores.recipe import SECTIONS, resolve
+from titan_prores.components.model.llama import Llama
+from titan_prores.config import registry, sources
+from titan_prores.config.command_line import Options, parse
+from titan_prores.config.engine_sections import SECTIONS
+from titan_prores.config.errors import ConfigError, ConfigErrors
+from titan_prores.config.help import describe, list_components
+from titan_prores.config.kinds import KINDS
+from titan_prores.config.resolve_recipe import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -69,8 +73,11 @@ def test_parse_refuses_all_at_once(arguments, keys):
 def test_help(capsys):
     assert cli.main(["--help"]) == 0
     usage = capsys.readouterr().out
-    assert all(flag in usage for flag in cli.FLAGS)
+    assert all(f"  {command} " in usage for command in cli.COMMANDS)
     assert all(len(line) <= 120 for line in usage.splitlines())
+    assert cli.main(["train", "--help"]) == 0
+    options = capsys.readouterr().out
+    assert all(flag in options for flag in ("--config", "--check", "--world-size", "--list-components", "--help"))
     assert cli.main(["--help", "training"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("[training]  The training loop.\n")
@@ -115,8 +122,7 @@ def test_help_of_a_component_named_alone():
 
 
 PLUGIN = '''
-from titan_prores.config import Section, setting
-from titan_prores.registry import register
+from titan_prores import Section, register, setting
 
 @register("lr_scheduler", "sawtooth_of_help")
 class Sawtooth:
@@ -157,12 +163,12 @@ def test_help_of_nothing(topic, nearest):
 
 def test_list_components():
     text = list_components()
-    for kind, about in registry.KINDS.items():
+    for kind, about in KINDS.items():
         assert f"{kind}: {about.summary}\n" in text
         for name in registry.names(kind):
             assert re.search(rf"^  {re.escape(name)} +\S", text, re.MULTILINE)
     assert list_components("loss") == (
-        f"loss: {registry.KINDS['loss'].summary}\n  cross_entropy  Cross-entropy of the next token, computed in fp32.\n"
+        f"loss: {KINDS['loss'].summary}\n  cross_entropy  Cross-entropy of the next token, computed in fp32.\n"
     )
     with pytest.raises(ConfigError, match=r"did you mean lr_scheduler\?"):
         list_components("lr_schedulers")
@@ -191,7 +197,7 @@ def test_check_of_the_debug_recipe(capsys, tmp_path):
     assert re.search(rf"^  parameters +{4 * parameters:,} ", report, re.MULTILINE)
     # Up to the numbers it is a recipe, the same one.
     (tmp_path / "again.toml").write_text(report.split("\n\nmesh")[0])
-    again = config.load(tmp_path / "again.toml").values
+    again = sources.load(tmp_path / "again.toml").values
     assert again["transforms"]["prores"]["residual_schedule"] == {"name": "linear", "T": 2.0}
 
 
@@ -241,9 +247,7 @@ def test_check_of_what_is_not_on_this_machine(capsys, tmp_path):
         assert cli.main(["--config", DEBUG, "--check", *arguments]) == 2, "no vocabulary known, or something else wrong"
         assert "a run needs" not in capsys.readouterr().out
     with pytest.raises(ConfigErrors, match=r"tokenizer\.path(.|\n)*dataset\.files"):
-        tree = config.load(
-            Path(DEBUG), [*missing, "--model.vocab_size=300"], registry.builtin_folder() / "defaults.toml"
-        )
+        tree = sources.load(Path(DEBUG), [*missing, "--model.vocab_size=300"], registry.DEFAULTS)
         build_components(resolve(tree), {"dp_replicate": 1, "dp_shard": 1, "tp": 1})
 
 

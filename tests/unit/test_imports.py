@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_prores.registry import KINDS
+import titan_prores
+from titan_prores.config.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
+FACE = re.findall(r"^from \.\S+ import \w+ as (\w+)", (ROOT / "titan_prores/__init__.pyi").read_text(), re.MULTILINE)
 HEAVY = {"torchao", "datasets", "tokenizers", "wandb", "pyarrow", "zstandard", "transformers", "lm_eval", "matplotlib"}
 
 
@@ -43,26 +46,72 @@ def imports(source: str, *, top_only: bool = False) -> set[str]:
     return found
 
 
+# Rooms and modules of titan_prores, each beside those of its rank; one imports only what stands on an earlier line, or
+# in its own room. Imports for types count as any other.
+RANKS = (
+    {"config"},
+    {"output", "prores"},
+    {"distributed"},
+    {"protocols"},
+    {"data"},
+    {"model"},
+    {"checkpoint", "training"},
+    {"build"},
+    {"dry_run", "trainer"},
+    {"tools"},
+    {"cli"},
+    {"__main__"},
+)
+RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
+
+
 def breaches(path: Path, source: str) -> list[str]:
     """What is wrong with the imports of the file at `path`, relative to the checkout."""
     wrong = []
+    here = path.parts[1].removesuffix(".py")
     for name in sorted(imports(source)):
         package, *rest = name.split(".")
-        if package in ("scripts", "tests"):
+        if package in ("scripts", "tests", "components"):
             wrong.append(f"{path} imports {name}")
-        if path.parts[0] == "titan_prores" and package == "components":
+        if package != "titan_prores" or not rest:
+            continue
+        if path.parts[0] == "components":
+            if rest[0] == "components" and rest[1:2] != [here]:
+                wrong.append(f"{path} imports {name}, of another kind")
+            if rest[0] not in ("components", "prores", *FACE) and rest[0] != here:
+                wrong.append(f"{path} imports {name}, which is not in the public face")
+        elif rest[0] == "components":
             wrong.append(f"{path} imports the component {name}")
-        if path.parts[0] == "components" and package == "components" and rest[:1] != [path.parts[1]]:
-            wrong.append(f"{path} imports {name}, of another kind")
+        elif rest[0] in RANK and rest[0] != here and RANK[rest[0]] >= RANK[here]:
+            wrong.append(f"{path} imports {name}, of a room above its own")
+        elif rest[0] not in RANK and rest[0] != "__version__":
+            wrong.append(f"{path} imports {name} from the public face, which is for others")
     if path.parts[0] == "components":
         heavy = {name for name in imports(source, top_only=True) if name.split(".")[0] in HEAVY}
         wrong += [f"{path} imports {name} at its top" for name in sorted(heavy)]
     return wrong
 
 
+def test_no_module_is_outside_of_a_room():
+    modules = {path.stem for path in (ROOT / "titan_prores").glob("*.py")}
+    assert modules == {"__init__", "__main__", "cli", "trainer", "build"}
+    rooms = {path.name for path in (ROOT / "titan_prores").iterdir() if path.is_dir() and not path.is_symlink()}
+    assert rooms - {"__pycache__"} == {name for name in RANK if name not in modules}
+
+
+def test_the_public_face_is_there_and_each_name_is_what_its_module_has():
+    assert len(FACE) > 60 and set(titan_prores.__all__) == set(FACE)
+    for name in FACE:
+        assert getattr(titan_prores, name) is not None
+    assert titan_prores.Section.__module__ == "titan_prores.config.sections"
+    with pytest.raises(AttributeError):
+        getattr(titan_prores, "no_such_name")  # noqa: B009
+
+
 def test_directions():
-    files = [f for package in ("titan_prores", "components") for f in sorted((ROOT / package).rglob("*.py"))]
-    assert len(files) > 30
+    files = [*sorted((ROOT / "components").rglob("*.py"))]
+    files += [f for f in sorted((ROOT / "titan_prores").rglob("*.py")) if f.parts[len(ROOT.parts) + 1] != "components"]
+    assert len(files) > 100
     found = [b for file in files for b in breaches(file.relative_to(ROOT), file.read_text(encoding="utf-8"))]
     assert found == []
 
@@ -70,11 +119,20 @@ def test_directions():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("titan_prores/x.py", "import components.model.llama"),
-        ("titan_prores/x.py", "def f():\n    from components.model import llama"),
-        ("titan_prores/x.py", "import importlib\nimportlib.import_module('components.model.llama')"),
-        ("components/loss/x.py", "from components.model.llama import Llama"),
-        ("components/loss/x.py", "from components import model"),
+        ("titan_prores/config/x.py", "import titan_prores.components.model.llama"),
+        ("titan_prores/config/x.py", "def f():\n    from titan_prores.components.model import llama"),
+        (
+            "titan_prores/config/x.py",
+            "import importlib\nimportlib.import_module('titan_prores.components.model.llama')",
+        ),
+        ("components/loss/x.py", "from titan_prores.components.model.llama import Llama"),
+        ("components/loss/x.py", "from titan_prores.components import model"),
+        ("titan_prores/model/x.py", "from titan_prores.tools import sweep"),
+        ("titan_prores/model/x.py", "def f():\n    from titan_prores.trainer import Trainer"),
+        ("titan_prores/model/x.py", "if TYPE_CHECKING:\n    from titan_prores.training.metrics_hub import MetricsHub"),
+        ("titan_prores/model/x.py", "from titan_prores import Section"),
+        ("components/loss/x.py", "from titan_prores.config.sections import Section"),
+        ("components/loss/x.py", "import components.loss.y"),
         ("components/loss/x.py", "import torchao.float8"),
         ("components/loss/x.py", "try:\n    from datasets import load\nexcept ImportError:\n    pass"),
         ("components/loss/x.py", "class A:\n    import wandb"),
@@ -89,7 +147,8 @@ def test_the_test_sees_a_breach(path, source):
     "source",
     [
         "import torch",
-        "from components.loss.y import z",
+        "from titan_prores import Section\nfrom titan_prores.prores import SCHEDULES",
+        "from titan_prores.components.loss.y import z",
         "def f():\n    import wandb",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import datasets",
     ],
@@ -116,14 +175,14 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_the_first_pass_loads_no_torch_and_no_component():
-    loaded = loaded_after("from titan_prores import cli, config, errors, parts, protocols, recipe, registry")
+    loaded = loaded_after("from titan_prores import cli")
     assert {"titan_prores.cli", "pydantic"} <= loaded
     assert not loaded & ({"torch", "numpy", "rich", "tiktoken", "components"} | HEAVY)
 
 
 def test_all_components_load_nothing_heavy():
     loaded = loaded_after("from titan_prores import cli\ncli.list_components()")
-    assert "components.model.llama" in loaded
+    assert "titan_prores.components.model.llama" in loaded
     assert not loaded & (HEAVY - {"torchao", "zstandard"})  # those two, other packages load where they find them
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titan_prores import config, registry
+from titan_prores.config import registry, sources
+from titan_prores.config.resolve_recipe import resolve
 from titan_prores.prores import ResidualAdd
-from titan_prores.recipe import resolve
-from titan_prores.sweep import plan
+from titan_prores.tools.sweep import plan
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -95,7 +95,7 @@ def test_the_recipe_and_the_component(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text(
         f"{imported}\n{recipe.replace('[lr_scheduler]', own).replace('warmup_steps = 6000', '')}"
     )
-    tree = config.load(tmp_path / "my.toml", ["--optimizer.lr=3e-4"], registry.builtin_folder() / "defaults.toml")
+    tree = sources.load(tmp_path / "my.toml", ["--optimizer.lr=3e-4"], registry.DEFAULTS)
     resolved = resolve(tree, 8)
     assert resolved.slots["lr_scheduler"].config.period == 500
     assert resolved.slots["model"].config.n_layers == 24 and resolved.slots["optimizer"].config.lr == 3e-4

@@ -57,9 +57,14 @@ NEVER = {
 # File and name that may be in it, and why.
 ALLOWED = {
     ("components/checkpoint/_process.py", "pickle.loads"): "what the run itself sends to its child, over a socket pair",
-    ("components/checkpoint/_reader.py", "pickle.Unpickler"): "with a find_class that knows what it may find",
-    ("titan_prores/registry.py", "importlib.import_module"): "plug-ins are code that a recipe asks for",
-    ("titan_prores/registry.py", "importlib.util.spec_from_file_location"): "plug-ins are code that a recipe asks for",
+    ("titan_prores/checkpoint/reader.py", "pickle.Unpickler"): "with a find_class that knows what it may find",
+    ("titan_prores/config/registry.py", "importlib.import_module"): "plug-ins are code that a recipe asks for",
+    ("titan_prores/config/kinds.py", "importlib.import_module"): "the contracts that the table in it names",
+    ("titan_prores/cli.py", "importlib.import_module"): "the commands that the table in it names",
+    (
+        "titan_prores/config/registry.py",
+        "importlib.util.spec_from_file_location",
+    ): "plug-ins are code that a recipe asks for",
 }
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from titan_prores.config.errors import ConfigError
 from titan_prores.data.order import sample_windows
 from titan_prores.data.shards import TokenStream
-from titan_prores.errors import ConfigError
 
 IGNORED_LABEL = -100
 

@@ -24,9 +24,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from titan_prores.config import Section, setting
-from titan_prores.errors import ConfigError, counted
-from titan_prores.protocols import Dataset, DatasetSection, Tokenizer
+from titan_prores.config.errors import ConfigError, counted
+from titan_prores.config.sections import Section, setting
+from titan_prores.protocols.dataset import Dataset, DatasetSection
+from titan_prores.protocols.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 INDEX = "index.json"

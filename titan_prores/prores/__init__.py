@@ -18,12 +18,13 @@ from titan_prores.prores.adaptive import AdaptiveSchedule
 from titan_prores.prores.alpha import AlphaVector
 from titan_prores.prores.learned import LearnedSchedule
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
-from titan_prores.prores.rewrite import AlphaMovedError, GradientLeftError, ProRes
-from titan_prores.prores.schedules import SCHEDULES, Schedule
+from titan_prores.prores.rewrite import SCHEDULE_NAME, AlphaMovedError, GradientLeftError, ProRes
+from titan_prores.prores.schedules import SCHEDULES, Schedule, check_length
 from titan_prores.prores.table import TableSchedule
 
 __all__ = [
     "SCHEDULES",
+    "SCHEDULE_NAME",
     "AdaptiveSchedule",
     "AlphaMovedError",
     "AlphaVector",
@@ -34,4 +35,5 @@ __all__ = [
     "ScaledResidualAdd",
     "Schedule",
     "TableSchedule",
+    "check_length",
 ]

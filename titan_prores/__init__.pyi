@@ -1,0 +1,85 @@
+# The public face: what a plug-in, or a training loop of your own, imports. `__init__.py` loads each name on first use.
+
+# Declaring components and their settings
+from .config.component_spec import Part as Part
+from .config.errors import ConfigError as ConfigError
+from .config.errors import MissingError as MissingError
+from .config.errors import counted as counted
+from .config.errors import nearest as nearest
+from .config.keys import dotted as dotted
+from .config.paths import PathInRun as PathInRun
+from .config.paths import PathRule as PathRule
+from .config.paths import ReadGlob as ReadGlob
+from .config.paths import ReadPath as ReadPath
+from .config.paths import WritePath as WritePath
+from .config.recipe import flatten as flatten
+from .config.registry import lookup as lookup
+from .config.registry import register as register
+from .config.sections import Section as Section
+from .config.sections import one_of as one_of
+from .config.sections import setting as setting
+from .config.sections import slot as slot
+
+# What each kind of component must have, and what the engine hands it
+from .data.loader import TokenWindows as TokenWindows
+from .distributed.mesh import Mesh as Mesh
+
+# What components are made of
+from .distributed.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .distributed.vocab_parallel import vocab_parallel_logsumexp as vocab_parallel_logsumexp
+from .model.grad_norm import total_norm as total_norm
+from .model.loss import as_terms as as_terms
+from .model.loss import cross_entropy as cross_entropy
+from .model.parameter_groups import NO_DECAY as NO_DECAY
+from .model.parameter_groups import ParameterGroup as ParameterGroup
+from .model.parameter_groups import split_parameters as split_parameters
+from .model.parameter_groups import trained_parameters as trained_parameters
+from .model.weight_init import constant as constant
+from .model.weight_init import fan_in_normal as fan_in_normal
+from .model.weight_init import normal as normal
+from .model.weight_init import ones as ones
+from .model.weight_init import trunc_normal as trunc_normal
+from .model.weight_init import xavier_normal as xavier_normal
+from .model.weight_init import zeros as zeros
+from .output.files import disk_is_full as disk_is_full
+from .output.log import console as console
+from .output.log import logger as logger
+from .output.log import quiet as quiet
+from .output.log import validation_text as validation_text
+from .output.rows import json_ready as json_ready
+from .output.rows import read_rows as read_rows
+from .output.run_folder import RunFolder as RunFolder
+from .output.spike_score import SpikeScore as SpikeScore
+from .prores.adaptive import AdaptiveSchedule as AdaptiveSchedule
+from .prores.learned import LearnedSchedule as LearnedSchedule
+from .prores.residual import ResidualAdd as ResidualAdd
+from .prores.residual import ScaledResidualAdd as ScaledResidualAdd
+from .prores.rewrite import ProRes as ProRes
+from .prores.schedules import Schedule as Schedule
+from .protocols.batch import IGNORED_LABEL as IGNORED_LABEL
+from .protocols.checkpoint import Checkpointer as Checkpointer
+from .protocols.checkpoint import CheckpointSection as CheckpointSection
+from .protocols.dataset import Dataset as Dataset
+from .protocols.dataset import DatasetSection as DatasetSection
+from .protocols.loss import Loss as Loss
+from .protocols.loss import LossTerms as LossTerms
+from .protocols.lr_scheduler import LRScheduler as LRScheduler
+from .protocols.metric import Metric as Metric
+from .protocols.metric import ModelProbe as ModelProbe
+from .protocols.model import InitRule as InitRule
+from .protocols.model import Model as Model
+from .protocols.model import TensorParallelPlan as TensorParallelPlan
+from .protocols.optimizer import Optimizer as Optimizer
+from .protocols.residual_schedule import ResidualSchedule as ResidualSchedule
+from .protocols.tokenizer import Tokenizer as Tokenizer
+from .protocols.transform import Facts as Facts
+from .protocols.transform import Parallelism as Parallelism
+from .protocols.transform import Phase as Phase
+from .protocols.transform import Transform as Transform
+from .protocols.validator import Validator as Validator
+from .protocols.validator import ValidatorSection as ValidatorSection
+from .training.metrics_hub import perplexity as perplexity
+from .training.throughput import FLOAT8_CAPABILITIES as FLOAT8_CAPABILITIES
+from .training.throughput import has_float8_matmul as has_float8_matmul
+
+__version__: str

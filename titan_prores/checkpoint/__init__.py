@@ -1,0 +1,1 @@
+"""Saving and resuming, whatever the storage format."""

@@ -1,0 +1,1 @@
+"""Recipes: reading, checking and typing them."""

@@ -1,0 +1,1 @@
+"""Ranks: mesh, signals, agreement, watchdog, crash reports."""

@@ -1,0 +1,1 @@
+"""Weights, transforms, memory and probes of a model."""

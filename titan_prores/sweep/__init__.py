@@ -1,2 +1,0 @@
-"""Many runs that differ in a few settings: which they are (plan), what became of them (results), running them
-(runner), and what they show together (statistics). `scripts/sweep.py` is its command line."""

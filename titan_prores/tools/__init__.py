@@ -1,0 +1,1 @@
+"""Commands that training does not need."""

@@ -1,0 +1,1 @@
+"""Figures of the ProRes paper from run folders. matplotlib, an extra, is loaded to draw."""
