@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from titan_prores.config import registry, sources
 from titan_prores.config.engine_sections import ENGINE_SECTIONS, SECTIONS
@@ -89,30 +90,59 @@ def _describe_component(kind: str, name: str) -> str:
     return "\n".join([f"{kind}.{name}  {registry.summary(component)}", *_describe_section(component.Config)]) + "\n"
 
 
-def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
-    lines = []
-    if not section.model_fields:
-        lines.append(f"{indent}(no keys)")
-    preset = section.presets({})
+class KeyHelp(NamedTuple):
+    """What there is to say about one key of a section.
+
+    Attributes:
+        name: of the key.
+        type: as a recipe spells it.
+        default: as TOML with its unit, "(required)", or "(not set)".
+        bounds: such as ">= 0, <= 1"; empty without any.
+        about: what the key means.
+        inner: sections that its value is made of: the tables of a list, for example.
+    """
+
+    name: str
+    type: str
+    default: str
+    bounds: str
+    about: str
+    inner: list[type[Section]]
+
+
+def keys_of(section: type[Section]) -> list[KeyHelp]:
+    """Every key of a section, in the order of its declaration."""
+    preset, found = section.presets({}), []
     for name, info in section.model_fields.items():
         extra = declared_extra(info)
         if kind := slot_kind(info):
-            lines.append(f'{indent}{name}: {kind} = {{ name = "{info.default["name"]}" }}')
-            lines.append(f"{indent}    {info.description}; see --help {kind}")
+            default = f'= {{ name = "{info.default["name"]}" }}'
+            found.append(KeyHelp(name, kind, default, "", f"{info.description}; see --help {kind}", []))
             continue
         unit = f" {extra['unit']}" if extra.get("unit") else ""
         if not info.is_required():
             usual = info.get_default(call_default_factory=True)
             value = "(not set)" if usual is None else inline(plain(usual))
-            default = f" = {value}" + (f", in{unit}" if unit and usual is None else unit)
+            default = f"= {value}" + (f", in{unit}" if unit and usual is None else unit)
         elif name in preset:
             value, origin = preset[name]
-            default = f" = {inline(value)}{unit} from {origin}"
+            default = f"= {inline(value)}{unit} from {origin}"
         else:
-            default = f"{f', in{unit}' if unit else ''} (required)"
-        lines.append(f"{indent}{name}: {type_name(declared(info))}{default}{_bounds(info.metadata)}")
-        lines.append(f"{indent}    {info.description}")
-        for inner in _sections_in(info.annotation):
+            default = f"{f', in{unit} ' if unit else ''}(required)"
+        inner = _sections_in(info.annotation)
+        found.append(
+            KeyHelp(name, type_name(declared(info)), default, _bounds(info.metadata), info.description or "", inner)
+        )
+    return found
+
+
+def _describe_section(section: type[Section], indent: str = "  ") -> list[str]:
+    lines = [] if section.model_fields else [f"{indent}(no keys)"]
+    for key in keys_of(section):
+        default = key.default if key.default.startswith(",") else f" {key.default}"
+        bounds = f"   [{key.bounds}]" if key.bounds else ""
+        lines += [f"{indent}{key.name}: {key.type}{default}{bounds}", f"{indent}    {key.about}"]
+        for inner in key.inner:
             lines += _describe_section(inner, indent + "      ")
     return lines
 
@@ -127,4 +157,4 @@ def _sections_in(annotation: object) -> list[type[Section]]:
 def _bounds(metadata: Sequence[object]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [f"{signs[key]} {getattr(rule, key)}" for rule in metadata for key in signs if hasattr(rule, key)]
-    return f"   [{', '.join(found)}]" if found else ""
+    return ", ".join(found)
