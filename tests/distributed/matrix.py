@@ -43,7 +43,7 @@ from titan_prores.output.tables import markdown, replace_between
 from titan_prores.trainer import Trainer
 
 RESULTS = Path(__file__).with_name("support_matrix.jsonl")
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "support-matrix.md"
 MARK = "support-matrix"
 
 SHARD, REPLICATE, TP = (
@@ -492,12 +492,12 @@ def _controls(results: Mapping[str, Mapping[str, Any]]) -> Iterable[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what has no result yet, write the results and the README's table; 0 when nothing failed or was missed."""
+    """Run what has no result yet, write the results and the page's table; 0 when nothing failed or was missed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.distributed.matrix",
         description=f"Run the cells of the support matrix that {RESULTS.name} has no result of, for the versions of "
-        "torch and torchao that are installed, and write the README's table. About an hour for all of them on two CPU "
-        "cores; stopped and started again, it goes on where it was.",
+        "torch and torchao that are installed, and write the table of docs/support-matrix.md. About an hour for all of "
+        "them on two CPU cores; stopped and started again, it goes on where it was.",
     )
     parser.add_argument("--mesh", action="append", choices=WORLD_SIZES, help="cells of this mesh only; can be repeated")
     parser.add_argument(
@@ -535,7 +535,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_all(cells, options.folder.resolve(), RESULTS)
     results = read(RESULTS)
     write(results, RESULTS)  # sorted, also where an earlier run was stopped
-    replace_between(README, MARK, render(results))
+    replace_between(PAGE, MARK, render(results))
     bad = [name for name, line in results.items() if line["status"] in ("failed", "missed")]
     for name in bad:
         print(f"{results[name]['status']}: {name}: {results[name].get('reason', '')}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Tables for a terminal and for a README, and the part of a README that a script writes."""
+"""Tables for a terminal and for a Markdown page, and the part of a page that a command writes."""
 
 from __future__ import annotations
 
@@ -35,16 +35,29 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cleaned) + "\n"
 
 
+def around(file: Path, mark: str) -> tuple[str, str]:
+    """What a file has up to its line <!-- mark:begin -->, and from its line <!-- mark:end --> on, both included.
+
+    Raises:
+        ConfigError: the file does not have each of the two lines once, in this order.
+    """
+    begin, end = (f"<!-- {mark}:{which} -->" for which in ("begin", "end"))
+    try:
+        found = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"{file} cannot be read: {getattr(error, 'strerror', 'not a text file')}") from error
+    before, first, rest = found.partition(f"{begin}\n")
+    _, second, after = rest.partition(end)
+    if not (first and second) or begin in rest or end in before + after:
+        raise ConfigError("", f"{file} needs the lines {begin} and {end}, once each and in this order")
+    return before + first, second + after
+
+
 def replace_between(file: Path, mark: str, text: str) -> None:
     """Put `text` between the lines <!-- mark:begin --> and <!-- mark:end --> of a file, in place of what is there.
 
     Raises:
-        ConfigError: the file does not have each of the two marks once, in this order.
+        ConfigError: as `around`.
     """
-    begin, end = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->"
-    found = file.read_text(encoding="utf-8")
-    before, first, rest = found.partition(begin)
-    _, second, after = rest.partition(end)
-    if not (first and second) or begin in rest or end in before + after:
-        raise ConfigError("", f"{file} needs the lines {begin.strip()} and {end}, once each and in this order")
-    write_atomically(file, f"{before}{begin}{text}{end}{after}".encode())
+    before, after = around(file, mark)
+    write_atomically(file, f"{before}{text}{after}".encode())

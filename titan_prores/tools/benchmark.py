@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from titan_prores.tools.measure import Bench, Comparison, Interval
 
 CONFIG = Path(__file__).parents[1] / "train_configs" / "benchmark.toml"
-README = Path(__file__).resolve().parents[2] / "README.md"
 MARK = "benchmark"
 
 ON: list[str] = []
@@ -596,7 +595,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (all)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write rows and every measured time there")
-    made.add_argument("--readme", action="store_true", help="write the table into README.md too")
+    made.add_argument(
+        "--write",
+        type=Path,
+        metavar="PAGE",
+        help=f"write the table into this Markdown page, between <!-- {MARK}:begin --> and <!-- {MARK}:end -->",
+    )
     return made
 
 
@@ -618,6 +622,8 @@ def setup_of(options: argparse.Namespace, overrides: list[str], folder: Path) ->
             raise ConfigError("--only", "is no part", value=name, allowed=list(PARTS), nearest=nearest(name, PARTS))
     if options.json and not options.json.resolve().parent.is_dir():
         raise ConfigError("--json", "is in a folder that is not there", value=str(options.json))
+    if options.write:
+        tables.around(options.write, MARK)
     own = [f"--model.flavor={options.size}"] if options.size else []
     own += [f"--job.device={options.device}"] if options.device != "auto" else []
     setup = Setup(options.config.resolve(), [*own, *overrides], options.pairs, folder)
@@ -646,9 +652,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     if options.json:
         content = {"about": about, "rows": [asdict(row) for row in rows], "seconds": setup.seconds}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if options.readme:
+    if options.write:
         written = f"Measured on {about['summary']}.\n\n{tables.markdown(header, cells)}"
-        tables.replace_between(README, MARK, written)
+        tables.replace_between(options.write, MARK, written)
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Tables, and the part of a README that a script writes."""
+"""Tables, and the part of a Markdown page that a command writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_shown_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture) -> No
 
 
 def test_text_between_marks_is_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "README.md"
+    file = tmp_path / "page.md"
     file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for new in ("new\n", "newer\n"):
         tables.replace_between(file, "speed", new)
@@ -36,8 +36,15 @@ def test_text_between_marks_is_replaced(tmp_path: Path) -> None:
     "text", ["", f"{BEGIN}\n", f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", f"{BEGIN}\n{END}\n{END}\n"]
 )
 def test_marks_that_do_not_fit_are_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "README.md"
+    file = tmp_path / "page.md"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"needs the lines <!-- speed:begin -->"):
         tables.replace_between(file, "speed", "new\n")
     assert file.read_text() == text
+
+
+def test_a_page_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.md").write_bytes(b"\xff\xfe")
+    for name, problem in (("missing.md", "No such file or directory"), ("binary.md", "not a text file")):
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read: {problem}"):
+            tables.around(tmp_path / name, "speed")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from titan_prores.tools import benchmark
 from titan_prores.tools.benchmark import Row, Setup, main, measure, ratio_row, table
@@ -23,6 +25,8 @@ from titan_prores.tools.measure import MET, UNRESOLVED, Interval
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--jsn", "x"], "--jsn"),
         (["--json", "nowhere/x.json"], "--json = 'nowhere/x.json': is in a folder that is not there"),
+        (["--write", "nowhere.md"], "error: nowhere.md cannot be read: No such file or directory"),
+        (["--write", "pyproject.toml"], "error: pyproject.toml needs the lines <!-- benchmark:begin -->"),
     ],
 )
 def test_faults_are_one_line_and_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
@@ -89,3 +93,14 @@ def test_a_start_far_into_the_data_is_judged_by_its_difference(tmp_path: Path) -
         "start": 20,
         "again": 20,
     }
+
+
+def test_the_table_is_written_between_the_lines_of_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmark:begin -->\nold\n<!-- benchmark:end -->\nafter\n")
+    monkeypatch.setattr(benchmark, "measure", lambda setup, wanted: ([Row("works", "1")], False))
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    assert main(["--write", str(page), "--threads", str(torch.get_num_threads())]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- benchmark:begin -->\nMeasured on ") and text.endswith("end -->\nafter\n")
+    assert "| works | 1 |" in text and "old" not in text

@@ -1,4 +1,4 @@
-"""The support matrix: what is judged how, what the committed results say, and what the README shows of them."""
+"""The support matrix: what is judged how, what the committed results say, and what the page shows of them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_results_are_sorted_and_their_errors_within_their_tolerance() -> None:
             assert line["reason"]
 
 
-def test_readme_shows_the_committed_results() -> None:
+def test_the_page_shows_the_committed_results() -> None:
     table = matrix.render(matrix.read(matrix.RESULTS))
-    assert f"<!-- {MARK}:begin -->\n{table}<!-- {MARK}:end -->" in matrix.README.read_text()
+    assert f"<!-- {MARK}:begin -->\n{table}<!-- {MARK}:end -->" in matrix.PAGE.read_text()
 
 
 def test_matrix_is_every_combination() -> None:
@@ -167,13 +167,13 @@ def test_what_has_a_result_is_not_run_again(
             matrix.append(journal, matrix.result(cell, status="failed", reason="a reason"))
 
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.jsonl")
-    monkeypatch.setattr(matrix, "README", tmp_path / "README.md")
+    monkeypatch.setattr(matrix, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(matrix, "run_all", run_all)
-    matrix.README.write_text(f"before\n<!-- {MARK}:begin -->\nold\n<!-- {MARK}:end -->\nafter\n")
+    matrix.PAGE.write_text(f"before\n<!-- {MARK}:begin -->\nold\n<!-- {MARK}:end -->\nafter\n")
     chosen = ["--mesh", "one", "--only", "*/eager/off/*"]
     assert matrix.main(chosen) == 1 and len(ran) == 9
     assert "failed: one/none/eager/off/pre: a reason" in capsys.readouterr().err
-    written = matrix.README.read_text()
+    written = matrix.PAGE.read_text()
     assert written.startswith("before\n") and written.endswith("after\n") and "9 failed" in written
     matrix.main(chosen)
     matrix.main([*chosen, "--table"])
