@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     left = [run for run in runs if run.waits or not book.result(run).ended]
     ready = [run for run in left if not run.waits]
     if options.slurm:
-        again = ["python", sys.argv[0], *_without_selection(arguments)]
+        again = ["python", "-m", "titan_prores", "sweep", *_without_selection(arguments)]
         print(slurm_script(book, ready, len(left) - len(ready), again), end="")
         return 0
     for run in left:

@@ -634,7 +634,7 @@ def _typed(tree: sources.Tree, path: Path | None) -> Sweep:
     if path is not None and "recipe" not in tree.values and tree.values.keys() & set(SECTIONS):
         train, sweep = (
             f"python scripts/train.py --config {path}",
-            f"sweep.py --config {path} --folder FOLDER --axis ...",
+            f"titan-prores sweep --config {path} --folder FOLDER --axis ...",
         )
         problem = "is a recipe, not a sweep"
         raise ConfigErrors(
