@@ -1,6 +1,18 @@
 # The public face: what a plug-in, or a training loop of your own, imports. `__init__.py` loads each name on first use.
 
 # Declaring components and their settings
+# What components are made of
+from .components.model.decoder import Attention as Attention
+from .components.model.decoder import Decoder as Decoder
+from .components.model.decoder import DecoderConfig as DecoderConfig
+from .components.model.decoder import FeedForward as FeedForward
+from .components.model.decoder import Rotary as Rotary
+from .components.model.norm_schemes import NORM_SCHEMES as NORM_SCHEMES
+from .components.model.norm_schemes import NormScheme as NormScheme
+from .components.model.norm_schemes import Placement as Placement
+from .components.model.weight_inits import WEIGHT_INITS as WEIGHT_INITS
+from .components.model.weight_inits import ModelShape as ModelShape
+from .components.model.weight_inits import WeightInit as WeightInit
 from .config.component_spec import Part as Part
 from .config.errors import ConfigError as ConfigError
 from .config.errors import MissingError as MissingError
@@ -23,8 +35,6 @@ from .config.sections import slot as slot
 # What each kind of component must have, and what the engine hands it
 from .data.loader import TokenWindows as TokenWindows
 from .distributed.mesh import Mesh as Mesh
-
-# What components are made of
 from .distributed.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .distributed.vocab_parallel import vocab_parallel_logsumexp as vocab_parallel_logsumexp
 from .model.grad_norm import total_norm as total_norm

@@ -16,7 +16,7 @@ from titan_prores import InitRule, fan_in_normal, normal, ones, trunc_normal, xa
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What of a model an init may depend on, besides the shape of the matrix itself."""
 
     dim: int
@@ -36,10 +36,10 @@ class WeightInit:
     """
 
     summary: str
-    matrices: Callable[[Shape, float], list[InitRule]]
+    matrices: Callable[[ModelShape, float], list[InitRule]]
     min_layers: int = 1
 
-    def rules(self, shape: Shape, std: float) -> list[InitRule]:
+    def rules(self, shape: ModelShape, std: float) -> list[InitRule]:
         """Rules of every weight of the model, norms included."""
         return [InitRule("*norm.weight", ones), *self.matrices(shape, std)]
 
@@ -47,13 +47,13 @@ class WeightInit:
 OUTPUT_PROJECTIONS = ("attention.wo", "feed_forward.w2")
 
 
-def _scaled(shape: Shape, std: float) -> list[InitRule]:
+def _scaled(shape: ModelShape, std: float) -> list[InitRule]:
     out = trunc_normal(std / math.sqrt(2 * shape.n_layers))
     rules = [InitRule(f"layers.*.{name}.weight", out) for name in OUTPUT_PROJECTIONS]
     return [*rules, InitRule("*.weight", trunc_normal(std))]
 
 
-def _ds(shape: Shape, std: float) -> list[InitRule]:
+def _ds(shape: ModelShape, std: float) -> list[InitRule]:
     rules = [
         InitRule(f"layers.{layer - 1}.{name}.weight", trunc_normal(std / math.sqrt(2 * layer)))
         for layer in range(1, shape.n_layers + 1)
@@ -62,7 +62,7 @@ def _ds(shape: Shape, std: float) -> list[InitRule]:
     return [*rules, InitRule("*.weight", trunc_normal(std))]
 
 
-def _ds_all(shape: Shape, std: float) -> list[InitRule]:
+def _ds_all(shape: ModelShape, std: float) -> list[InitRule]:
     rules = [
         InitRule(f"layers.{layer - 1}.*.weight", trunc_normal(std / math.sqrt(layer)))
         for layer in range(1, shape.n_layers + 1)
@@ -70,7 +70,7 @@ def _ds_all(shape: Shape, std: float) -> list[InitRule]:
     return [*rules, InitRule("*.weight", trunc_normal(std))]
 
 
-def _deepnorm(shape: Shape, std: float) -> list[InitRule]:
+def _deepnorm(shape: ModelShape, std: float) -> list[InitRule]:
     small = xavier_normal((8 * shape.n_layers) ** -0.25)
     return [
         *(InitRule(f"layers.*.attention.{name}.weight", xavier_normal()) for name in ("wq", "wk")),
@@ -97,7 +97,7 @@ SILU_MEAN_SQUARE = 0.35578
 SILU_SHARES = (0.120, 0.703, 0.177)  # constant, linear, quadratic and above
 
 
-def _attention_gains(shape: Shape) -> Iterator[float]:
+def _attention_gains(shape: ModelShape) -> Iterator[float]:
     """What wo of each layer is multiplied with for an attention output of unit variance, shallowest first."""
     n_keys = np.arange(1, shape.seq_len + 1)
     beta2 = 2 / shape.n_layers
@@ -112,7 +112,7 @@ def _attention_gains(shape: Shape) -> Iterator[float]:
         r = (1 - beta2) * r + beta2 * sum(share * r ** (power + 1) for power, share in enumerate(SILU_SHARES))
 
 
-def _deepscale(shape: Shape, std: float) -> list[InitRule]:
+def _deepscale(shape: ModelShape, std: float) -> list[InitRule]:
     return [
         *(
             InitRule(f"layers.{index}.attention.wo.weight", fan_in_normal(gain))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_prores.components.model.llama import Llama, LlamaConfig, ScaledRMSNorm
+from titan_prores.components.model.decoder import ScaledRMSNorm
+from titan_prores.components.model.llama import Llama, LlamaConfig
 from titan_prores.model.grad_norm import total_norm
 from titan_prores.model.weight_init import allocate, unfilled_buffers
 from titan_prores.prores import ProRes, Schedule
