@@ -1,12 +1,14 @@
 """Runs scripts/train.py as a user does, and sees to it that no process of it is left.
 
-`launch` starts it from nothing, under torchrun for several ranks. `fork` saves the seconds that imports take.
+`launch` and `start` run it from nothing, under torchrun for several ranks. `fork` and `Forks` save the seconds that
+imports take.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -91,19 +93,70 @@ def start(
     return process
 
 
-def processes_of(launched: subprocess.Popen) -> list[psutil.Process]:
+class Forks:
+    """A launch whose ranks are forked from a process that has loaded torch, with the environment of ranks of srun.
+
+    It has what a subprocess.Popen has, as far as tests use it. Each rank leads a session of its own.
+
+    Args:
+        arguments: of scripts/train.py.
+        ranks: how many.
+        cwd: where to run it; the repository where it is not given.
+        namespaces_of: process whose user and mount namespaces the ranks enter.
+    """
+
+    def __init__(
+        self, *arguments: str, ranks: int = 1, cwd: Path | None = None, namespaces_of: int | None = None
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fork-")
+        self._streams = [Path(self._folder.name) / name for name in ("out", "err")]
+        self.processes = forked(arguments, [self._streams] * ranks, cwd, namespaces_of)
+        for process in self.processes:
+            process.start()
+        self.pid = self.processes[0].pid
+
+    @property
+    def returncode(self) -> int:
+        """That of the first rank, by number, that has another than 0."""
+        return next((process.exitcode for process in self.processes if process.exitcode), 0)
+
+    def poll(self) -> int | None:
+        return None if any(process.is_alive() for process in self.processes) else self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To every rank, as a scheduler does."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def communicate(self, timeout: float = 600) -> list[str]:
+        wait(self.processes, timeout, grace_seconds=timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("scripts/train.py", timeout)
+        for process in self.processes:
+            process.join()
+        return [stream.read_text() if stream.exists() else "" for stream in self._streams]
+
+
+def processes_of(launched: subprocess.Popen | Forks) -> list[psutil.Process]:
     """Live processes of a launch; torchrun puts its ranks into sessions of their own."""
+    sessions = {process.pid for process in launched.processes} if isinstance(launched, Forks) else None
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == launched.mark and process.status() != psutil.STATUS_ZOMBIE:
+            ours = os.getsid(process.pid) in sessions if sessions else process.environ().get(MARK) == launched.mark
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (OSError, psutil.Error):
             continue
     return found
 
 
-def finish(process: subprocess.Popen, timeout: float = 120) -> Finished:
+def finish(process: subprocess.Popen | Forks, timeout: float = 120) -> Finished:
     """Wait for the end; fails when it takes too long or leaves a process behind."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -119,7 +172,7 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> Finished:
     return Finished(process.returncode, out, err)
 
 
-def _kill(launched: subprocess.Popen) -> None:
+def _kill(launched: subprocess.Popen | Forks) -> None:
     for process in processes_of(launched):
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -138,33 +191,25 @@ def launch(
 def fork(
     *arguments: str, ranks: int = 1, cwd: Path | None = None, status: int | None = 0, timeout: float = 120
 ) -> Finished:
-    """As `launch`, in processes forked from one that has loaded torch, each with the environment of a rank of srun.
-
-    The status is that of the first rank, by number, that has another than 0.
-    """
-    with tempfile.TemporaryDirectory(prefix="fork-") as folder:
-        streams = [Path(folder) / name for name in ("out", "err")]
-        processes = forked(arguments, [streams] * ranks, cwd)
+    """As `launch`, by `Forks`."""
+    with turn(ranks):
+        launched = Forks(*arguments, ranks=ranks, cwd=cwd)
         try:
-            with turn(ranks):
-                for process in processes:
-                    process.start()
-                wait(processes, timeout, grace_seconds=30)
-            left = [process.pid for process in processes if process.is_alive()]
+            wait(launched.processes, timeout, grace_seconds=30)
+            left = launched.poll() is None
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        found = next((process.exitcode for process in processes if process.exitcode), 0)
-        finished = Finished(found, *(stream.read_text() for stream in streams))
+            launched.kill()
+        finished = Finished(launched.returncode, *launched.communicate())
     assert not left, f"not done after {timeout} s, or after another rank:\n{finished.text}"
     assert status is None or finished.status == status, f"status {finished.status}:\n{finished.text}"
     return finished
 
 
 def forked(
-    arguments: Sequence[str], streams: Sequence[Sequence[Path]], cwd: Path | None = None
+    arguments: Sequence[str],
+    streams: Sequence[Sequence[Path]],
+    cwd: Path | None = None,
+    namespaces_of: int | None = None,
 ) -> list[multiprocessing.process.BaseProcess]:
     """Processes of a launch, one a rank, to be started; each leads a session of its own and ends with this process.
 
@@ -172,6 +217,7 @@ def forked(
         arguments: of scripts/train.py.
         streams: rank -> the files that its output and its errors are added to.
         cwd: where to run it; the repository where it is not given.
+        namespaces_of: process whose user and mount namespaces they enter.
     """
     ranks = len(streams)
     with socket.socket() as unused:
@@ -188,16 +234,27 @@ def forked(
                 inherited | {name: str(value) for name, value in variables.items()},
                 cwd or REPOSITORY,
                 list(own),
+                namespaces_of,
             ),
         )
         for variables, own in zip(of_each, streams, strict=True)
     ]
 
 
-def _train(arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[Path]) -> None:
+def _train(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    streams: Sequence[Path],
+    namespaces_of: int | None,
+) -> None:
     """scripts/train.py in this process, which ends with its exit status."""
     settle(environment)
     os.setsid()
+    for name in ("user", "mnt") if namespaces_of else ():
+        with open(f"/proc/{namespaces_of}/ns/{name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the {name} namespace of process {namespaces_of}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -231,5 +288,6 @@ def debug(folder: Path, *overrides: str) -> list[str]:
         "--dataset.txt_document=paragraph",
         "--dataset.validation_fraction=0.1",
         f"--dataset.cache_folder={folder.parent / 'cache'}",
+        "--training.local_batch_size=8",  # fewer microbatches than the recipe has
         *overrides,
     ]

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.launch import debug, finish, fork, losses, processes_of, start
+from tests.integration.launch import Forks, debug, finish, fork, losses, processes_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -37,7 +38,7 @@ def straight(folder: Path) -> dict[int, Path]:
     return runs
 
 
-def until(condition: Callable[[], object], what: str, *, of: subprocess.Popen, seconds: float = 120) -> object:
+def until(condition: Callable[[], object], what: str, *, of: Forks, seconds: float = 120) -> object:
     """The first true value of `condition`, which the launch `of` is to bring about."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -47,7 +48,7 @@ def until(condition: Callable[[], object], what: str, *, of: subprocess.Popen, s
     return found
 
 
-def writers(launched: subprocess.Popen) -> list[psutil.Process]:
+def writers(launched: Forks) -> list[psutil.Process]:
     """The writing processes of a launch."""
     found = []
     for process in processes_of(launched):
@@ -74,12 +75,12 @@ def trained(run: Path) -> int:
 
 
 @pytest.fixture
-def held(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, Path]]:
+def held(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Forks, Path]]:
     """A run of as many ranks as the test says, of whose second save one writing process has been stopped."""
     ranks = getattr(request, "param", 1)
     run = tmp_path / "run"
     cache = f"--dataset.cache_folder={folder / 'cache'}"
-    launched = start(*debug(run, *LONG, "--checkpoint.interval=5", cache), ranks=ranks)
+    launched = Forks(*debug(run, *LONG, "--checkpoint.interval=5", cache), ranks=ranks)
     try:
         until(lambda: "step-00000005" in published(run), "first checkpoint", of=launched)
         *_, writer = until(lambda: writers(launched), "writer", of=launched)
@@ -152,7 +153,7 @@ CheckpointFolder.publish = full
 
 
 @pytest.mark.parametrize("held", [1, 2], indirect=True)
-def test_writing_process_that_is_killed_ends_the_run(held: tuple[subprocess.Popen, Path]) -> None:
+def test_writing_process_that_is_killed_ends_the_run(held: tuple[Forks, Path]) -> None:
     """On all ranks, at an update, with the checkpoints there were; the same command goes on from them."""
     launched, run = held
     before = published(run)
@@ -165,7 +166,7 @@ def test_writing_process_that_is_killed_ends_the_run(held: tuple[subprocess.Pope
     assert f"resuming at step {int(before[-1][5:])}" in fork(*debug(run, *LONG[1:], "--training.steps=12")).text
 
 
-def test_what_the_writing_process_meets_is_what_the_run_says(held: tuple[subprocess.Popen, Path]) -> None:
+def test_what_the_writing_process_meets_is_what_the_run_says(held: tuple[Forks, Path]) -> None:
     launched, run = held
     shutil.rmtree(run / f"checkpoint/.unfinished-step-{launched.step:08d}")
     launched.writer.resume()
@@ -175,7 +176,7 @@ def test_what_the_writing_process_meets_is_what_the_run_says(held: tuple[subproc
 
 
 @pytest.mark.parametrize("held", [1, 2], indirect=True)
-def test_no_writing_process_outlives_a_run_that_is_killed(held: tuple[subprocess.Popen, Path]) -> None:
+def test_no_writing_process_outlives_a_run_that_is_killed(held: tuple[Forks, Path]) -> None:
     """Nor does it publish what nobody has checked."""
     launched, run = held
     before, ours = published(run), writers(launched)
@@ -189,7 +190,7 @@ def test_no_writing_process_outlives_a_run_that_is_killed(held: tuple[subprocess
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_everybody_do_not_keep_the_last_save_from_being_published(
-    number: int, held: tuple[subprocess.Popen, Path]
+    number: int, held: tuple[Forks, Path]
 ) -> None:
     """A scheduler may signal every process of a job, a terminal those of its foreground group."""
     launched, run = held
@@ -203,7 +204,7 @@ def test_signals_to_everybody_do_not_keep_the_last_save_from_being_published(
 
 def test_writing_process_that_is_killed_between_saves_is_replaced(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    launched = start(*debug(run, *LONG, "--checkpoint.interval_minutes=0.05", "--checkpoint.interval=1000000"))
+    launched = Forks(*debug(run, *LONG, "--checkpoint.interval_minutes=0.05", "--checkpoint.interval=1000000"))
     trainer = psutil.Process(launched.pid)
 
     def held_between_saves() -> bool:
@@ -237,7 +238,7 @@ def test_writing_process_loads_nothing_of_the_run(tmp_path: Path) -> None:
         "import sys\nprint('a user starts here', flush=True)\nfrom titan_prores.cli import main\nsys.exit(main())\n"
     )
     arguments = debug(tmp_path / "run", "--checkpoint.async_mode=process", "--checkpoint.interval=5")
-    command = ["python", str(tmp_path / "main.py"), *arguments, f"--import={tmp_path / 'own.py'}"]
+    command = [sys.executable, str(tmp_path / "main.py"), *arguments, f"--import={tmp_path / 'own.py'}"]
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr

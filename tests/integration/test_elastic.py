@@ -40,7 +40,7 @@ def test_resumes_on_two_ranks_of_hsdp_in_the_middle_of_the_third_epoch_or_later(
     other = ["--training.local_batch_size=2", "--dataset.num_workers=1", "--checkpoint.resume=must"]
     again = fork(*debug(moved, *text, *hsdp, *other), ranks=2)
     for change in (
-        "training.local_batch_size: 4 -> 2",
+        "training.local_batch_size: 8 -> 2",
         "dataset.num_workers: 0 -> 1",
         "parallelism.data_parallel_replicate_degree: 1 -> 2",
     ):

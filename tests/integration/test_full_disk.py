@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import REPOSITORY, command, debug, launch, losses
+from tests.integration.launch import Forks, debug, fork, losses
 from titan_prores.checkpoint.folder import CheckpointFolder
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -30,22 +29,15 @@ class Disk:
     Attributes:
         inside: where a run finds it.
         outside: where this process does.
-        enter: what to put before a command that is to see it.
+        holder: process in whose mount namespace it is.
     """
 
     inside: Path
     outside: Path
-    enter: list[str]
+    holder: int
 
-    def start(self, *arguments: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [*self.enter, *command(*arguments)],
-            cwd=REPOSITORY,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def start(self, *arguments: str) -> Forks:
+        return Forks(*arguments, namespaces_of=self.holder)
 
     def fill(self) -> None:
         with (self.outside / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
@@ -67,13 +59,12 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     try:
         if holder.stdout.readline() != "mounted\n":
             pytest.skip(f"a file system of one's own is not permitted here: {holder.communicate()[1].strip()}")
-        enter = ["nsenter", "--target", str(holder.pid), "--user", "--mount", "--preserve-credentials"]
-        yield Disk(inside, Path(f"/proc/{holder.pid}/root{inside}"), enter)
+        yield Disk(inside, Path(f"/proc/{holder.pid}/root{inside}"), holder.pid)
     finally:
         holder.communicate("\n")
 
 
-def finish(process: subprocess.Popen, status: int) -> str:
+def finish(process: Forks, status: int) -> str:
     """Wait for the end; returns what it said on stderr."""
     try:
         out, err = process.communicate(timeout=180)
@@ -87,7 +78,7 @@ def finish(process: subprocess.Popen, status: int) -> str:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of the run on a disk with room."""
     run = tmp_path_factory.mktemp("room") / "run"
-    launch(*debug(run, STEPS))
+    fork(*debug(run, STEPS))
     return losses(run)
 
 

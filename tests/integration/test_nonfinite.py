@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, name: str, *overrides: str, **settings: object) -> tuple[Path, str]:
     """A run whose checkpoints are of every fifth step; its folder and what it printed."""
     own = [f"--import={folder / 'parts.py'}", "--loss.name=allergic", "--checkpoint.interval=5"]
+    own.append("--training.local_batch_size=4")
     finished = fork(*debug(folder / name, *own, *overrides), **settings)
     return folder / name, finished.text
 

@@ -16,6 +16,7 @@ from tests.integration.launch import REPOSITORY, debug, fork, rows
 from tests.integration.test_trained_schedules import SCHEDULES
 from titan_prores.checkpoint.folder import record
 from titan_prores.config.errors import ConfigError
+from titan_prores.tools.plots.command import main
 from titan_prores.tools.plots.cosines import checkpoint_cosines
 
 PLOT = REPOSITORY / "scripts" / "plot.py"
@@ -41,7 +42,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
+def test_every_figure_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = tmp_path / "run"
     fork(
         *debug(run),
@@ -81,12 +82,11 @@ def test_every_figure_of_a_real_run(tmp_path: Path) -> None:
         ["metric", "--key", "grad_norm", "--key", "alpha", "--x", "hours"],
     )
     for command in commands:
-        finished = plot(command[0], str(run), *command[1:], *out)
-        assert finished.returncode == 0, finished.stderr
+        assert main([command[0], str(run), *command[1:], *out]) == 0
     written = [path.suffix for path in (tmp_path / "out").iterdir()]
     assert written == [".png"] * len(commands)
-    missing = plot("cosine", str(run), "--checkpoints", "2", "99", *out)
-    assert missing.returncode == 2 and "--checkpoints = 99: there is none in" in missing.stderr
+    assert main(["cosine", str(run), "--checkpoints", "2", "99", *out]) == 2
+    assert "--checkpoints = 99: there is none in" in capsys.readouterr().err
     assert not list((run / "checkpoint").glob("*aside*")), "nothing of the run is touched"
 
 

@@ -46,7 +46,7 @@ def test_stop_and_resume_is_bitwise_the_straight_run(ranks: int, folder: Path, s
     run = folder / f"stopped-{ranks}"
     stopped = launch(*debug(run, "--training.stop_after=10"), ranks=ranks)
     assert "starting at step 0" in stopped.text and sorted(losses(run)) == list(range(1, 11))
-    again = launch(*debug(run), ranks=ranks)
+    again = fork(*debug(run), ranks=ranks)
     assert "resuming at step 10, the newest of 1" in again.text
     assert losses(run) == losses(straight[ranks])
     validation = [row for row in rows(run) if "validation_loss" in row]
@@ -112,7 +112,7 @@ def test_resume_from_fsdp2_to_tensor_parallel_to_one_process(folder: Path) -> No
 
 def test_resume_with_other_microbatches_and_workers(folder: Path, straight: dict[int, Path]) -> None:
     run = resumed(
-        folder, straight[1], "other-microbatches", 1, "--training.local_batch_size=8", "--dataset.num_workers=2"
+        folder, straight[1], "other-microbatches", 1, "--training.local_batch_size=4", "--dataset.num_workers=2"
     )
     control = losses(straight[1])
     assert max(abs(loss - control[step]) for step, loss in losses(run).items()) <= 1e-5
@@ -148,7 +148,7 @@ def test_what_would_lose_or_mix_runs_is_refused(folder: Path, straight: dict[int
     message = refused("--model.n_layers=3", "--training.seed=1", "--transforms.prores.residual_schedule.T=3")
     for key in ("model.n_layers = 3: was 4", "training.seed = 1: was 0", "prores.residual_schedule.T = 3.0: was 2.0"):
         assert key in message
-    assert "global_batch_size = -1: comes to 4 here and was 16" in refused("--training.global_batch_size=-1")
+    assert "global_batch_size = -1: comes to 8 here and was 16" in refused("--training.global_batch_size=-1")
     # Also where the checkpoints are not looked at.
     for elsewhere in ("--checkpoint.enabled=false", "--checkpoint.folder=other"):
         assert "would start at step 0 over" in refused(elsewhere)
@@ -174,7 +174,7 @@ def test_a_step_to_resume_at_holds_for_the_first_attempt_of_torchrun(
     own = debug(run, "--checkpoint.resume=10", "--training.stop_after=15")
     assert "resuming at step 10, as checkpoint.resume says" in fork(*own).text
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = launch(*own)
+    again = fork(*own)
     assert "resuming at step 15, the newest" in again.text and "moved to" not in again.text
 
 
@@ -246,8 +246,8 @@ def test_default_batch_size_resumes_on_other_ranks_when_it_is_named(folder: Path
     own = ["--training.global_batch_size=-1", "--training.steps=6"]
     fork(*debug(run, *own, "--training.stop_after=3"), ranks=2)
     refused = fork(*debug(run, *own), status=2)
-    assert "comes to 4 here and was 8 in the checkpoint: set it to 8" in refused.err
-    fork(*debug(run, "--training.steps=6", "--training.global_batch_size=8"))
+    assert "comes to 8 here and was 16 in the checkpoint: set it to 16" in refused.err
+    fork(*debug(run, "--training.steps=6", "--training.global_batch_size=16"))
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
 
 

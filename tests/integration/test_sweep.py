@@ -121,7 +121,7 @@ def test_interrupted_and_resumed_it_is_the_straight_sweep(tmp_path: Path) -> Non
 
 
 def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
-    file = write(tmp_path, "runs", steps=400)
+    file = write(tmp_path, "runs", steps=300)
     first, runs = start(file), tmp_path / "runs"
     while not begun(runs / NAMES[0]):
         assert first.poll() is None, first.communicate()
@@ -143,7 +143,7 @@ def test_a_run_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:
     assert f"{NAMES[0]}: another process is at it; waiting for that" in said and f"{NAMES[1]}: finished" in said
     assert "2 finished" in (runs / "table.md").read_text()
     for name in NAMES:
-        assert len(losses(runs / name)) == 400, "every step once"
+        assert len(losses(runs / name)) == 300, "every step once"
 
 
 def test_runs_that_fail_or_are_refused(tmp_path: Path) -> None:

@@ -92,7 +92,12 @@ def test_going_back_takes_the_schedule_along(name: str, folder: Path) -> None:
     """Steps that are trained again, up to the bad batch, are those of the first time, bit for bit."""
     (folder / "parts.py").write_text(PARTS)
     run = folder / f"{name}-rewind"
-    bad = [f"--import={folder / 'parts.py'}", "--loss.name=allergic", "--training.on_nonfinite=rewind"]
+    bad = [
+        "--training.local_batch_size=4",
+        f"--import={folder / 'parts.py'}",
+        "--loss.name=allergic",
+        "--training.on_nonfinite=rewind",
+    ]
     finished = fork(*debug(run, *SCHEDULES[name], *bad, "--checkpoint.interval=5"))
     assert "going back to the checkpoint of step" in finished.text
     again = {row["step"]: row for row in shown(run)}

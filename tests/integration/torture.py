@@ -61,6 +61,7 @@ SETTINGS = [
     f"--training.steps={STEPS}",
     "--training.seq_len=32",
     "--training.global_batch_size=8",
+    "--training.local_batch_size=4",
     f"--checkpoint.interval={INTERVAL}",
     "--checkpoint.keep_latest_k=4",
     "--validation.freq=5",
