@@ -97,7 +97,7 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for name, (own, norm) in VARIANTS.items():
         found[name] = run(name, *own, f"--model.norm={norm}", *PROBES)
     for name, own in UNCHANGED.items():
-        found[f"{name}/with"] = run(f"{name}-with", *own, *PROBES)
+        found[f"{name}/with"] = found.get(name) or run(f"{name}-with", *own, *PROBES)
         found[f"{name}/without"] = run(f"{name}-without", *own)
     saving = ["--checkpoint.enabled=true", *PROBES]
     found["before"] = run("resumed", TP, *saving, "--training.stop_after=3")

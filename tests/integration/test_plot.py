@@ -47,7 +47,6 @@ def test_every_figure_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     fork(
         *debug(run),
         "--training.steps=8",
-        "--training.local_batch_size=2",
         "--checkpoint.interval=1",
         "--parallelism.tensor_parallel_degree=2",
         "--metrics.activation_norm.every_steps=2",

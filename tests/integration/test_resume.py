@@ -62,11 +62,14 @@ def test_stop_and_resume_is_bitwise_the_straight_run(ranks: int, folder: Path, s
 def test_stop_and_resume_is_bitwise_with_compile_and_activation_checkpointing(ranks: int, folder: Path) -> None:
     """Compiled code is the same in every process, whatever was compiled before it."""
     transforms = ["--transforms.compile.enabled=true", '--transforms.activation_checkpoint.mode="selective"']
+    validates = ranks == 1  # compiling for that too takes as long again
+    transforms.append(f"--validation.enabled={str(validates).lower()}")
 
     def run(name: str, *overrides: str) -> str:
         finished = fork(*debug(folder / name, *transforms, *overrides), ranks=ranks, timeout=300)
         # A layer and the loss, and both without gradients.
-        assert "compile: 2 graphs after 2 steps" in finished.text and "2 more graphs for validation" in finished.text
+        assert "compile: 2 graphs after 2 steps" in finished.text
+        assert ("2 more graphs for validation" in finished.text) == validates
         assert "compiled again" not in finished.text
         return finished.text
 
