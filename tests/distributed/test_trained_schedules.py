@@ -104,7 +104,10 @@ def test_a_gradient_that_is_not_summed_is_noticed(layout: str, reference, two_ra
 
 @pytest.mark.slow
 def test_four_ranks_compiled_and_recomputed(folder: Path, reference: dict[str, Any]) -> None:
-    """FSDP2 x TP, and HSDP, with compiled layers that are computed again in the backward pass; no validation."""
+    """FSDP2 x TP, and HSDP, with layers that are computed again in the backward pass; a trained alpha in compiled ones.
+
+    Without validation, which would be compiled as well.
+    """
     layouts = {
         "fsdp2xtp2": [
             "--parallelism.data_parallel_shard_degree=2",
@@ -113,12 +116,14 @@ def test_four_ranks_compiled_and_recomputed(folder: Path, reference: dict[str, A
         ],
         "hsdp": ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
     }
-    backends = {("fsdp2xtp2", "learned"): "inductor", ("fsdp2xtp2", "adaptive"): "aot_eager"}
-    backends["hsdp", "learned"] = "aot_eager"
+    compiles = {
+        ("fsdp2xtp2", "learned"): ["--transforms.compile.backend=inductor"],
+        ("fsdp2xtp2", "adaptive"): [],
+        ("hsdp", "learned"): ["--transforms.compile.backend=aot_eager"],
+    }
     common = ["--transforms.activation_checkpoint.mode=full", "--validation.enabled=false"]
     variants = {
-        f"{layout}/{name}": [*layouts[layout], *VARIANTS[name], f"--transforms.compile.backend={backend}"]
-        for (layout, name), backend in backends.items()
+        f"{layout}/{name}": [*layouts[layout], *VARIANTS[name], *own] for (layout, name), own in compiles.items()
     }
     for name, run in run_ranks(train_all, 4, common, str(folder / "four"), variants, timeout=400)[0].items():
         assert_same_run(run, reference[name.split("/")[1]] | {"validation": [], "scored": []})

@@ -219,7 +219,7 @@ def test_eager_and_inductor_agree(norm: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["post", "sandwich"])  # a sandwich has all that pre has
 def test_checkpointing_of_compiled_layers(norm: str) -> None:
     """Full checkpointing runs the same code twice: no bit changes. The others are other code, up to rounding."""
     settings = {

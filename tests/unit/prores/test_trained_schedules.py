@@ -477,6 +477,8 @@ def test_every_layer_is_seen_to_rise_whatever_its_norms(norm: str, dtype: torch.
         scaling.set_step(step)
         model(tokens()).float().sum().backward()
         scaling.after_backward()
+        if len(scaling.schedule.begins(step)) == 4:
+            break
     waits = [later - earlier for earlier, later in itertools.pairwise(scaling.schedule.begins(100))]
     assert len(waits) == 3 and waits[0] <= 24, waits
     # What the first layer adds is large beside the embedding: with a wide tolerance its direction is settled early.
