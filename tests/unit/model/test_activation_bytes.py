@@ -93,7 +93,8 @@ def test_step_bytes_by_hand() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 def test_fake_tensors_find_what_a_real_step_holds(mode: str, dtype: str) -> None:
-    built = recipe(f"--training.dtype={dtype}", "--model.norm=sandwich", "--model.n_kv_heads=2", mode=mode)
+    shape = ["--model.n_layers=2", "--model.norm=sandwich", "--model.n_kv_heads=2"]
+    built = recipe(f"--training.dtype={dtype}", *shape, mode=mode)
     with one_rank() as mesh:
         real, found = step_bytes(*real_step(built, mesh)), activation_bytes(built, mesh)
     print(f"{mode} {dtype}: kept {found.kept / real.kept - 1:+.3%}, peak {found.peak / real.peak - 1:+.3%}")
