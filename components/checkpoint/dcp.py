@@ -67,7 +67,7 @@ class DistributedCheckpoint:
             (), "shell-style patterns of weights that init_from may lack, which are drawn as ever"
         )
         keep_latest_k: int = setting(10, "delete older checkpoints than the last so many; 0 = keep all", ge=0)
-        keep_every: int = setting(0, "but keep those of multiples of so many steps; 0 = no such", ge=0)
+        keep_every_steps: int = setting(0, "but keep those of multiples of so many steps; 0 = no such", ge=0)
         keep_best_k: int = setting(
             0, "also keep the K checkpoints with the lowest validation loss, of validated steps; 0 disables", ge=0
         )
@@ -312,7 +312,7 @@ class DistributedCheckpoint:
         # A validation that a signal had cut short is made up for after its step was saved: only a row has its loss.
         rows = self.run.validations() if config.keep_best_k else {}
         losses = {step: row.get("validation_loss") for step, row in rows.items()}
-        for old in self.folder.expendable(config.keep_latest_k, config.keep_every, config.keep_best_k, losses):
+        for old in self.folder.expendable(config.keep_latest_k, config.keep_every_steps, config.keep_best_k, losses):
             self.folder.remove(old)
 
     def before_update(self) -> None:

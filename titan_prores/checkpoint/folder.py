@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_prores.config.renamed_keys import with_new_keys
+
 MANIFEST, META = "manifest.json", "meta.json"
 # What a manifest must know besides, and what of the run's own facts is read before a checkpoint is taken.
 NEEDED = (".metadata",)
@@ -117,7 +119,7 @@ class CheckpointFolder:
     # --- Reading --------------------------------------------------------------------------------------------------
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What was saved beside the tensors.
+        """What was saved beside the tensors; keys of its recipe that were renamed since have their new names.
 
         Raises:
             ValueError: it is missing, or not what a save writes.
@@ -130,7 +132,7 @@ class CheckpointFolder:
                 raise ValueError(f"{path} has no {key} as a save writes it")
         if found["samples"] < 0:
             raise ValueError(f"{path} has samples = {found['samples']}")
-        return found
+        return {**found, "recipe": with_new_keys(found["recipe"])}
 
     def records(self, step: int) -> dict[str, FileRecord]:
         """The manifest: name -> what the file held.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from titan_prores.config.errors import ConfigError
+from titan_prores.config.renamed_keys import RENAMED_KEYS
 
 # Keys that users of torchtitan v0.2 know by another name than ours.
 TORCHTITAN_KEYS: dict[str, str | None] = {
@@ -65,8 +66,11 @@ TORCHTITAN_KEYS: dict[str, str | None] = {
 
 
 def _use_our_names(errors: list[ConfigError]) -> None:
-    """Where a key is unknown but torchtitan has it, say what it is called here."""
+    """Where a key is unknown but torchtitan has it, or an earlier version had it, say what it is called here."""
     for error in errors:
+        if error.problem.startswith("unknown") and error.key in RENAMED_KEYS:
+            error.problem = f"was renamed to {RENAMED_KEYS[error.key]}"
+            error.allowed = error.nearest = None
         if error.problem.startswith("unknown") and error.key in TORCHTITAN_KEYS:
             ours = TORCHTITAN_KEYS[error.key]
             error.problem = f"is torchtitan's name; here it is {ours}" if ours else "torchtitan has this, we do not yet"

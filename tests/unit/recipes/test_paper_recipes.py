@@ -19,6 +19,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.keys import dotted
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.recipe import Recipe, flatten
+from titan_prores.config.renamed_keys import RENAMED_KEYS
 from titan_prores.config.resolve_recipe import resolve
 from titan_prores.dry_run.report import report
 from titan_prores.tools.sweep import command, plan
@@ -101,12 +102,13 @@ def sweep_recipe(sweep: plan.Sweep, run: plan.Run) -> Recipe:
 # job.dump_folder. `like` names the one that it differs from in the other keys; null means that it lacks the key.
 # Written once by the code of then, never rewritten.
 BEFORE = json.loads(Path(__file__).with_name("paper_recipes.json").read_text(encoding="utf-8"))
-KEYS = {key for table in BEFORE.values() for key in table}
+KEYS = {RENAMED_KEYS.get(key, key) for table in BEFORE.values() for key in table}
 
 
 def stored(name: str) -> dict[str, Any]:
     changes = dict(BEFORE[name])
-    return (stored(changes.pop("like")) if "like" in changes else {}) | changes
+    before = (stored(changes.pop("like")) if "like" in changes else {}) | changes
+    return {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
 
 
 def before(name: str) -> dict[str, Any]:

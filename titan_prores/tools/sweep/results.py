@@ -14,6 +14,7 @@ from titan_prores.config.errors import ConfigError, shown
 from titan_prores.config.keys import dotted
 from titan_prores.config.kinds import KINDS
 from titan_prores.config.recipe import Recipe, differences
+from titan_prores.config.renamed_keys import with_new_keys
 from titan_prores.output.files import write_atomically
 from titan_prores.output.rows import json_ready, read_rows
 from titan_prores.output.run_folder import RunFolder
@@ -78,6 +79,7 @@ class Result:
         """
         try:
             result = cls(**{key: value for key, value in values.items() if key != "series"})
+            result.recipe = with_new_keys(result.recipe)
             result.final = {key: float(value) for key, value in result.final.items()}
             return result
         except (ValueError, TypeError, AttributeError) as error:
