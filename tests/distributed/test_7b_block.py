@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 4
 PLAIN = [
-    "--parallelism.fsdp.enabled=false",
     "--parallelism.tensor_parallel_degree=1",
     "--transforms.compile.enabled=false",
     "--transforms.activation_checkpoint.enabled=false",
@@ -90,6 +89,7 @@ def train(rank: int, world_size: int, folder: str, overrides: list[str]) -> dict
             f"--training.steps={STEPS}",
             "--training.mixed_precision_param=float32",
             "--transforms.float8.enabled=false",
+            "--parallelism.fsdp.enabled=false",  # one shard would only copy
             "--optimizer.lr=1e-4",
             "--lr_scheduler.warmup_steps=2",
             "--lr_scheduler.decay_ratio=0",

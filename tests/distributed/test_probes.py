@@ -40,9 +40,9 @@ PROBES = [
     "--metrics.layer_grad_norm.every_steps=1",
 ]
 TP = "--parallelism.tensor_parallel_degree=2"
-COMPILE = "--transforms.compile.backend=inductor"
+COMPILE = "--transforms.compile.backend=aot_eager"
 EVERYTHING = [
-    COMPILE,
+    "--transforms.compile.backend=inductor",
     "--transforms.activation_checkpoint.mode=selective",
     "--transforms.float8.recipe_name=tensorwise",
     "--transforms.float8.emulate=true",
