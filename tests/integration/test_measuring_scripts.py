@@ -52,6 +52,8 @@ def test_benchmark(tmp_path: Path) -> None:
         f"--dataset.cache_folder={tmp_path}/tokens",
         "--dataset.name=text",
         f"--dataset.files=[{str(CORPUS)!r}]",
+        "--dataset.txt_document=paragraph",
+        "--dataset.validation_fraction=0.1",
         # The parts that compile switch it on again; what inductor makes of it takes longest, and is not looked at here.
         "--transforms.compile.backend=aot_eager",
         "--transforms.compile.enabled=false",
