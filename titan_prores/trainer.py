@@ -53,7 +53,7 @@ class Trainer:
         saved_step: completed updates at the last checkpoint that was written or loaded; 0 without one.
         step: completed optimizer updates, passed-over batches included.
         samples: sequences trained on so far; the position in the data.
-        stage: what it is doing, for the account of a failure.
+        stage: what it is doing, for the crash report.
         failures: where a rank that fails says so; None until there is a process group.
         log_file: train.log, on rank 0 once there is a run folder.
         stopped: the signal that ended the run before its end.
@@ -137,7 +137,7 @@ class Trainer:
             self.saver.initialize(self.model)
 
     def _begin(self, stage: str, *, patient: bool = False) -> None:
-        """Note what comes next, for the watchdog and for the account of a failure."""
+        """Note what comes next, for the watchdog and for the crash report."""
         self.stage = stage
         self.watchdog.mark(self.step, stage, patient=patient)
 
@@ -277,7 +277,7 @@ class Trainer:
         self.records.write({"step": self.step, "skipped": True, "tokens": tokens})
 
     def rewind(self) -> None:
-        """Go back to the last good checkpoint, from where the batch that was not finite will be passed over."""
+        """Go back to the last good checkpoint, from where the batch that was not finite will be skipped."""
         self._begin("going back to the last good checkpoint", patient=True)  # it is read and verified first
         step, meta = self.saver.last_good()
         self.nonfinite.rewind(step, self.batch_size, meta.get("samples", 0))

@@ -1,4 +1,4 @@
-"""A process of its own that writes: training keeps its interpreter to itself, and nobody's signals end a save."""
+"""A process of its own that writes: training keeps its interpreter to itself, and no signal to the run ends a save."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _end(process: subprocess.Popen, connection: Connection) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """What the process does: answer calls until nobody is at the other end."""
+    """What the process does: answer calls until the other end is closed."""
     parent, connection = os.getppid(), Connection(descriptor)
     os.setpgid(0, 0)  # what is meant for the run's group is not meant for us
     os.nice(NICENESS)

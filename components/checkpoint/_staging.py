@@ -18,7 +18,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the stager's memory a tensor lies, for whoever maps that memory as well."""
+    """Where in the stager's memory a tensor lies, for other processes that map that memory."""
 
     offset_bytes: int
     shape: tuple[int, ...]

@@ -43,14 +43,15 @@ class DistributedCheckpoint:
     """
 
     class Config(CheckpointSection):
-        folder: PathInRun = setting("checkpoint", "below the run folder, whose lock keeps a second run from it")
+        folder: PathInRun = setting("checkpoint", "folder of the checkpoints, below the run folder")
         resume: str | int = setting(
             "auto",
             'at start: "auto" = newest checkpoint or a fresh start, "must" = newest or fail, "never" = fresh start or '
             "fail, or the step to resume at",
         )
         verify: Literal["always", "sizes", "never"] = setting(
-            "always", "before resuming: read every file and compare its hash, compare sizes, or trust what is there"
+            "always",
+            "check before resuming: always compares hashes of all files, sizes compares file sizes, never disables",
         )
         async_mode: Literal["disabled", "thread", "process"] = setting(
             "disabled",
@@ -61,13 +62,16 @@ class DistributedCheckpoint:
         )
         init_from: ReadPath | None = setting(
             None,
-            "a checkpoint's folder, step-<k>, whose weights alone a fresh start takes; everything else starts anew",
+            "folder of a checkpoint, step-<k>, to initialize weights from at a fresh start; optimizer, data and step "
+            "start anew",
         )
         init_from_missing: tuple[str, ...] = setting(
-            (), "shell-style patterns of weights that init_from may lack, which are drawn as ever"
+            (), "patterns of parameters that may be missing from init_from; they are initialized as usual"
         )
-        keep_latest_k: int = setting(10, "delete older checkpoints than the last so many; 0 = keep all", ge=0)
-        keep_every_steps: int = setting(0, "but keep those of multiples of so many steps; 0 = no such", ge=0)
+        keep_latest_k: int = setting(10, "keep the K most recent checkpoints; 0 keeps all", ge=0)
+        keep_every_steps: int = setting(
+            0, "also keep the checkpoint of every N-th step; 0 disables", unit="optimizer steps", ge=0
+        )
         keep_best_k: int = setting(
             0, "also keep the K checkpoints with the lowest validation loss, of validated steps; 0 disables", ge=0
         )
@@ -83,7 +87,7 @@ class DistributedCheckpoint:
         def _known_choice(cls, value: str | int) -> str | int:
             if isinstance(value, int):
                 if value < 1:
-                    raise ValueError("is no step of a checkpoint (allowed: auto, must, never, or a step from 1)")
+                    raise ValueError("not a step of a checkpoint (allowed: auto, must, never, or a step from 1)")
                 return value
             return one_of(value, ("auto", "must", "never"))
 
@@ -159,7 +163,7 @@ class DistributedCheckpoint:
         """
         path = self.folder.path
         if path.exists() and not path.is_dir():
-            raise ConfigError("folder", f"{path} is no folder", value=self.config.folder)
+            raise ConfigError("folder", f"{path} is not a folder", value=self.config.folder)
         try:
             resume, steps = self.config.resume, self.folder.steps()
         except OSError as error:
@@ -239,7 +243,7 @@ class DistributedCheckpoint:
     def _source_meta(self, path: Path) -> dict[str, Any]:
         """Meta of the checkpoint at `path`. Raises ConfigError unless it is a whole one."""
         if (found := CheckpointFolder.containing(path)) is None:
-            raise ConfigError("init_from", "is no checkpoint", value=str(path), allowed="a folder step-<k>")
+            raise ConfigError("init_from", "not a checkpoint", value=str(path), allowed="a folder step-<k>")
         folder, step = found
         if problems := folder.problems(step, hashes=self.config.verify == "always"):
             raise ConfigError("init_from", f"is damaged: {problems[0]}", value=str(path))

@@ -35,10 +35,10 @@ class HuggingFaceDataset:
         )
         field: str = setting("text", "column that holds the text of a document; meta.text is text in meta")
         data_files: tuple[DataFile, ...] | None = setting(
-            None, "only these files of the data set; globs, or local paths"
+            None, "files of the data set to read: globs, or local paths; default all"
         )
-        revision: str | None = setting(None, "branch, tag or commit on the hub; None = its main branch")
-        max_documents: int | None = setting(None, "stop after this many; None = all", gt=0)
+        revision: str | None = setting(None, "branch, tag or commit on the hub; default the main branch")
+        max_documents: int | None = setting(None, "maximum number of documents; default all", gt=0)
 
     def __init__(self, config: Config) -> None:
         """
@@ -73,7 +73,7 @@ class HuggingFaceDataset:
         if config.data_files is None and builder.base_path:  # a data set's card may name any file at all
             for file in data_files:
                 if not _is_within(file, builder.base_path):
-                    raise ConfigError("path", f"names {file}, which is no file of the data set", value=config.path)
+                    raise ConfigError("path", f"names {file}, which is not a file of the data set", value=config.path)
         return builder
 
     def documents(self) -> Iterator[str]:
@@ -87,7 +87,7 @@ class HuggingFaceDataset:
         if known and not set(config.split.split("+")) <= set(known):
             raise ConfigError(
                 "split",
-                "is no split of the data set",
+                "unknown split of the data set",
                 value=config.split,
                 allowed=known,
                 nearest=nearest(config.split, known),

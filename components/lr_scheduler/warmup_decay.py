@@ -11,11 +11,11 @@ from titan_prores import ConfigError, Section, register, setting
 
 
 class Warmup(Section):
-    warmup_steps: int = setting(0, "updates until the peak learning rate is reached", unit="optimizer steps", ge=0)
+    warmup_steps: int = setting(0, "number of warmup steps to the peak learning rate", unit="optimizer steps", ge=0)
 
 
 class WarmupAndDecay(Warmup):
-    min_lr_factor: float = setting(0.0, "share of the peak that the decay ends at", ge=0, le=1)
+    min_lr_factor: float = setting(0.0, "final learning rate as a share of the peak", ge=0, le=1)
 
 
 class _Scheduler:

@@ -18,9 +18,12 @@ class ProbeSection(Section):
     """Base of their Configs."""
 
     every_steps: int = setting(
-        100, "measure every so many steps, and at the end; each time costs a forward pass", unit="optimizer steps", gt=0
+        100,
+        "measure every N steps, and at the end; each measurement costs one forward pass",
+        unit="optimizer steps",
+        gt=0,
     )
-    sequences: int = setting(4, "held-out windows of training.seq_len in the fixed batch; at most all there are", gt=0)
+    sequences: int = setting(4, "number of held-out sequences in the fixed batch", gt=0)
 
 
 class Probe(Metric):

@@ -31,7 +31,9 @@ class Console(Metric):
     """
 
     class Config(Section):
-        progress_bar: bool = setting(True, "false = lines only, on a terminal too")
+        progress_bar: bool = setting(
+            True, "show a progress bar where the console is a terminal; false writes lines only"
+        )
 
     _bar = None
     _pending: Mapping[str, Any] | None = None  # the newest row, until it is shown

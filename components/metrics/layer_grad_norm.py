@@ -16,7 +16,7 @@ class LayerGradNorm(Metric):
 
     class Config(Section):
         every_steps: int = setting(
-            10, "measure every so many steps; each time costs a reduction a layer", unit="optimizer steps", gt=0
+            10, "measure every N steps; each measurement costs one reduction per layer", unit="optimizer steps", gt=0
         )
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:

@@ -29,12 +29,10 @@ class ResidualCosine(Probe):
     """
 
     class Config(ProbeSection):
-        sequences: int = setting(
-            1, "held-out windows of training.seq_len in the fixed batch; at most all there are", gt=0
-        )
+        sequences: int = setting(1, "number of held-out sequences in the fixed batch", gt=0)
         reference_ratio: float = setting(
             0.1,
-            "when what layers add is kept for comparison; 0 = at the first measurement",
+            "point of the run whose layer outputs are the reference; 0 = the first measurement",
             unit="share of training.steps",
             ge=0,
             lt=1,

@@ -23,13 +23,17 @@ class SpikeScores(Metric):
     """
 
     class Config(Section):
-        every_steps: int = setting(
-            100, "show the scores every so many steps, and at the end", unit="optimizer steps", gt=0
+        every_steps: int = setting(100, "write the scores every N steps, and at the end", unit="optimizer steps", gt=0)
+        window: int = setting(
+            1000, "number of preceding values that a value is compared with", unit="optimizer steps", ge=2
         )
-        window: int = setting(1000, "values before one that it is compared with", unit="optimizer steps", ge=2)
-        threshold: float = setting(7.0, "distance that makes a spike", unit="standard deviations", gt=0)
-        start_ratio: float = setting(0.1, "scored from here on", unit="share of training.steps", ge=0, lt=1)
-        end_ratio: float = setting(0.9, "scored up to here", unit="share of training.steps", gt=0, le=1)
+        threshold: float = setting(
+            7.0, "distance from their mean that counts as a spike", unit="standard deviations", gt=0
+        )
+        start_ratio: float = setting(
+            0.1, "start of the scored part of the run", unit="share of training.steps", ge=0, lt=1
+        )
+        end_ratio: float = setting(0.9, "end of the scored part of the run", unit="share of training.steps", gt=0, le=1)
 
     scores: Mapping[str, SpikeScore] | None = None
 

@@ -19,8 +19,8 @@ class TensorBoard(Metric):
     """
 
     class Config(Section):
-        folder: PathInRun = setting("tensorboard", "below the run folder")
-        flush_seconds: int = setting(10, "how soon TensorBoard sees new points", unit="seconds", gt=0)
+        folder: PathInRun = setting("tensorboard", "folder of the event files, below the run folder")
+        flush_seconds: int = setting(10, "seconds between flushes to disk", unit="seconds", gt=0)
 
     _writer = None
 

@@ -21,9 +21,9 @@ class WandB(Metric):
     """
 
     class Config(Section):
-        project: str = setting("titan-prores", "project that the run belongs to", min_length=1)
-        entity: str | None = setting(None, "user or team; left out = your default one")
-        run_name: str | None = setting(None, "what the run is called; left out = drawn by the service")
+        project: str = setting("titan-prores", "name of the project", min_length=1)
+        entity: str | None = setting(None, "user or team; default your default entity")
+        run_name: str | None = setting(None, "name of the run; default chosen by the service")
         mode: Literal["online", "offline", "disabled"] = setting(
             "online", "offline keeps everything in the run folder for `wandb sync`; disabled does nothing"
         )

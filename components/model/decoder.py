@@ -45,24 +45,28 @@ class DecoderConfig(Section):
     flavor: str = setting("debug", f"named shape; {CUSTOM} = every number is given", on_resume="free")
     dim: int = setting(help="width of the residual stream", gt=0)
     n_layers: int = setting(help="number of blocks", gt=0, le=10_000)
-    n_heads: int = setting(help="query heads", gt=0, le=10_000)
-    n_kv_heads: int | None = setting(None, "key-value heads, shared by groups of query heads; default n_heads", gt=0)
-    ffn_dim: int = setting(help="inner width of the feed-forward", gt=0)
-    vocab_size: int | None = setting(None, "rows of the embedding; default what the tokenizer needs", gt=0)
+    n_heads: int = setting(help="number of query heads", gt=0, le=10_000)
+    n_kv_heads: int | None = setting(
+        None, "number of key-value heads for grouped-query attention; default n_heads", gt=0
+    )
+    ffn_dim: int = setting(help="hidden width of the feed-forward", gt=0)
+    vocab_size: int | None = setting(
+        None, "number of rows of the embedding; default the tokenizer's vocabulary size", gt=0
+    )
     norm: str = setting(
         "pre",
         _choices(
-            "where norms stand in layer l of L; F = attention, then feed-forward; a = alpha of ProRes, 1 without it",
+            "norm placement in layer l of L; F is attention, then feed-forward; a is alpha of ProRes, 1 without it",
             {name: scheme.summary for name, scheme in NORM_SCHEMES.items()},
         ),
     )
     norm_eps: float = setting(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
-    tie_embeddings: bool = setting(False, "output projection shares the embedding's weight")
+    tie_embeddings: bool = setting(False, "share the embedding's weight with the output projection")
     init: str = setting(
         "trunc_normal",
         _choices(
-            "how weights are drawn, where std = init_std; default what the norm scheme has of its own, else this",
+            "weight initialization, with std = init_std; default the norm scheme's own, if it has one",
             {name: init.summary for name, init in WEIGHT_INITS.items()},
         ),
     )

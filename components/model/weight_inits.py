@@ -126,7 +126,7 @@ def _deepscale(shape: ModelShape, std: float) -> list[InitRule]:
 
 WEIGHT_INITS: dict[str, WeightInit] = {
     "trunc_normal": WeightInit(
-        "the ProRes paper: every weight from one normal of std, cut at 3 standard deviations",
+        "the ProRes paper: every weight from a normal of std, truncated at 3 standard deviations",
         lambda shape, std: [InitRule("*.weight", trunc_normal(std))],
     ),
     "normal": WeightInit(

@@ -17,17 +17,21 @@ class AdamW:
 
     class Config(Section):
         lr: float = setting(1e-3, "peak learning rate", gt=0)
-        beta1: float = setting(0.9, "decay of the mean of gradients", ge=0, lt=1, on_resume="same")
-        beta2: float = setting(0.95, "decay of the mean of squared gradients", ge=0, lt=1, on_resume="same")
-        eps: float = setting(1e-8, "added to the root of the squared mean", gt=0, on_resume="same")
-        weight_decay: float = setting(0.1, "decoupled decay, times the learning rate", ge=0, on_resume="same")
+        beta1: float = setting(0.9, "decay rate of the mean of gradients", ge=0, lt=1, on_resume="same")
+        beta2: float = setting(0.95, "decay rate of the mean of squared gradients", ge=0, lt=1, on_resume="same")
+        eps: float = setting(1e-8, "term added to the denominator for numerical stability", gt=0, on_resume="same")
+        weight_decay: float = setting(
+            0.1, "decoupled weight decay, multiplied by the learning rate", ge=0, on_resume="same"
+        )
         groups: tuple[ParameterGroup, ...] | None = setting(
             None,
             "ordered parameter groups; a parameter belongs to the first whose pattern matches its name; "
             f"default: no weight decay on {', '.join(NO_DECAY)}",
             on_resume="same",
         )
-        implementation: Literal["for-loop", "foreach", "fused"] = setting("fused", "which of torch's implementations")
+        implementation: Literal["for-loop", "foreach", "fused"] = setting(
+            "fused", "implementation of torch.optim.AdamW"
+        )
 
     def __init__(self, config: Config) -> None:
         self.config = config

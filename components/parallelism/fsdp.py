@@ -18,25 +18,20 @@ class FullyShardedDataParallel(Parallelism):
 
     class Config(Section):
         reshard_after_forward: Literal["default", "always", "never"] = setting(
-            "default", "free gathered weights of a block after forward; default = always, but for the root"
+            "default", "free a block's gathered weights after forward; default frees all but the root's"
         )
         accumulate_gradients: Literal["unsharded", "sharded"] = setting(
             "unsharded",
-            "where an update has several microbatches: unsharded = gradients of whole layers are kept and summed over "
-            "ranks with the last one; sharded = summed with each one, for less memory and more communication",
+            "with gradient accumulation: unsharded keeps unsharded gradients and reduces them once, in the last "
+            "micro-batch; sharded reduces in each micro-batch, with less memory and more communication",
         )
         cpu_offload: bool = setting(
-            False, "weights, gradients and optimizer state stay in the memory of the CPU, where the optimizer steps"
+            False, "keep weights, gradients and optimizer state in CPU memory and run the optimizer there"
         )
         forward_prefetch: int = setting(
-            0,
-            "start gathering the weights of so many layers ahead; 0 = of the next one once this one runs",
-            unit="layers",
-            ge=0,
+            0, "number of layers to prefetch; 0 gathers the next layer when this one starts", unit="layers", ge=0
         )
-        backward_prefetch: int = setting(
-            1, "the same in the backward pass, for the layers before this one", unit="layers", ge=1
-        )
+        backward_prefetch: int = setting(1, "number of layers to prefetch in the backward pass", unit="layers", ge=1)
 
     phase = Phase.DATA_PARALLEL
     axes = ("dp_replicate", "dp_shard")

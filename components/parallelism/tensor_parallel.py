@@ -37,7 +37,7 @@ class TensorParallel(Parallelism):
 
     class Config(Section):
         async_tp: bool = setting(
-            False, "overlap communication with matmuls inside compiled blocks; CUDA with symmetric memory only"
+            False, "overlap communication with matmuls inside compiled blocks; needs CUDA with symmetric memory"
         )
 
     phase = Phase.TENSOR_PARALLEL

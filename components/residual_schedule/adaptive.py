@@ -13,7 +13,7 @@ class Adaptive(AdaptiveSchedule):
     """One layer after another, the next once the one before has settled (bounded both ways)."""
 
     class Config(Section):
-        warmup_steps: int = setting(1000, "a layer's own warmup, once it has begun", unit="optimizer steps", gt=0)
+        warmup_steps: int = setting(1000, "length of a layer's own warmup", unit="optimizer steps", gt=0)
         min_steps: int = setting(
             1000,
             "from the beginning of one layer's warmup to the next one's, at least; below warmup_steps a layer is "
@@ -30,12 +30,12 @@ class Adaptive(AdaptiveSchedule):
         )
         every_steps: int = setting(
             10,
-            "one measurement every so many steps: it reads each layer's input and output and waits for the device",
+            "measure every N steps; a measurement reads each layer's input and output and waits for the device",
             unit="optimizer steps",
             gt=0,
         )
         smoothing: float = setting(0.8, "share of the running mean that a measurement leaves as it was", ge=0, lt=1)
-        floor: float = setting(0.0, "alpha of a layer that has not begun", ge=0, lt=1)
+        floor: float = setting(0.0, "alpha of a layer whose warmup has not begun", ge=0, lt=1)
 
         @model_validator(mode="after")
         def _bounds_in_order(self) -> Adaptive.Config:

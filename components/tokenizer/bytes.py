@@ -38,7 +38,7 @@ class BytesTokenizer:
         return map(self.encode, chunks)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.encoding.decode(list(ids))
 
     def fingerprint(self) -> str:

@@ -34,7 +34,7 @@ class HFFileTokenizer:
         """Settings of the tokenizer."""
 
         path: ReadPath = setting(help="a tokenizer.json, or a folder with one", on_resume="free")
-        eot_token: str = setting("<|endoftext|>", "the token that ends every document")
+        eot_token: str = setting("<|endoftext|>", "token that is added at the end of every document")
 
     def __init__(self, config: Config) -> None:
         """
@@ -63,7 +63,7 @@ class HFFileTokenizer:
             raise ConfigError("path", f"cannot be read: {error.strerror}", value=str(file)) from error
         except Exception as error:  # what the library raises is plain Exception
             raise ConfigError(
-                "path", f"is no tokenizer.json that the tokenizers library takes: {error}", value=str(file)
+                "path", f"not a tokenizer.json that the tokenizers library accepts: {error}", value=str(file)
             ) from error
         self.tokenizer.encode_special_tokens = True  # that is, as the plain text they are
         self.tokenizer.no_truncation()
@@ -74,7 +74,7 @@ class HFFileTokenizer:
             added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
             raise ConfigError(
                 "eot_token",
-                f"is no token of {file}",
+                f"not a token of {file}",
                 value=config.eot_token,
                 nearest=nearest(config.eot_token, added or vocabulary),
             )
@@ -94,7 +94,7 @@ class HFFileTokenizer:
             yield np.array(ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def fingerprint(self) -> str:

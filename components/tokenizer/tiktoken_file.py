@@ -58,12 +58,12 @@ class TiktokenFileTokenizer:
     class Config(Section):
         """Settings of the tokenizer."""
 
-        path: ReadPath = setting(help="file of lines 'base64 rank'", on_resume="free")
+        path: ReadPath = setting(help="vocabulary file with a line 'base64 rank' for each token", on_resume="free")
         pattern: str = setting("llama3", f"how text is split before merging: {', '.join(PATTERNS)}, or a regex")
         special_tokens: tuple[str, ...] | dict[str, int] = setting(
             ("<|endoftext|>",), "a list, whose ids follow the last rank, or a table of name = id"
         )
-        eot_token: str = setting("<|endoftext|>", "the special token that ends every document")
+        eot_token: str = setting("<|endoftext|>", "special token that is added at the end of every document")
 
     def __init__(self, config: Config) -> None:
         """
@@ -89,7 +89,7 @@ class TiktokenFileTokenizer:
             )
         except ValueError as error:
             raise ConfigError(
-                "pattern", f"is no regex that tiktoken takes: {' '.join(str(error).split())}", value=config.pattern
+                "pattern", f"not a regex that tiktoken accepts: {' '.join(str(error).split())}", value=config.pattern
             ) from error
         self.n_vocab = self.encoding.n_vocab
         self.eot_id = special_tokens[config.eot_token]
@@ -108,7 +108,7 @@ class TiktokenFileTokenizer:
             yield self.encoding.encode_to_numpy(piece, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.encoding.decode(list(ids))
 
     def fingerprint(self) -> str:
@@ -149,7 +149,7 @@ def parse_ranks(raw: bytes, path: str) -> dict[bytes, int]:
             encoded, rank_text = line.split()
             token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
         except ValueError as error:
-            raise fault("is no ranks file: each line must be a token in base64, a blank and its rank") from error
+            raise fault("not a ranks file: each line must be a token in base64, a space and its rank") from error
         if not token or not 0 <= rank <= _MAX_ID:
             raise fault("an empty token, or a rank that is negative or too large")
         if token in ranks or rank in lines:
@@ -158,7 +158,7 @@ def parse_ranks(raw: bytes, path: str) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ConfigError(
-            "path", f"is no complete ranks file: {len(missing)} of the 256 single bytes have no rank", value=path
+            "path", f"not a complete ranks file: {len(missing)} of the 256 single bytes have no rank", value=path
         )
     return ranks
 

@@ -29,12 +29,12 @@ class Compile(Transform):
     """torch.compile of each layer, all of them sharing one graph, and of the loss."""
 
     class Config(Section):
-        backend: str = setting("inductor", "what turns graphs into code: inductor, for debugging eager, aot_eager")
+        backend: str = setting("inductor", "backend of torch.compile: inductor, or eager and aot_eager for debugging")
         # The modes with CUDA graphs are left out: layers that share code would overwrite each other's outputs.
         mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
             "default", "max-autotune-no-cudagraphs tries kernels for speed; its runs are not bitwise repeatable"
         )
-        fullgraph: bool = setting(True, "a graph break is an error; false = it is a warning")
+        fullgraph: bool = setting(True, "raise an error on a graph break; false warns")
         loss: bool = setting(True, "compile the loss too")
 
         @field_validator("backend")
@@ -153,7 +153,7 @@ def _uncached(compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def graphs() -> int:
-    """Graphs that this process has compiled so far, whoever asked for it."""
+    """Graphs that this process has compiled so far, whatever asked for it."""
     return _counters()["stats"]["unique_graphs"]
 
 

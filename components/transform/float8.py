@@ -59,9 +59,7 @@ class Float8(Transform):
             "linears to keep as they are: consecutive parts of dotted names, * within a part, such as attention.wk; "
             "default the output projection, named output",
         )
-        min_features: int = setting(
-            MULTIPLE, "linears with fewer inputs or outputs are kept: small ones gain nothing", ge=1
-        )
+        min_features: int = setting(MULTIPLE, "smallest number of inputs and outputs of a converted linear", ge=1)
         enable_fsdp_float8_all_gather: bool = setting(
             False, "FSDP2 gathers converted weights in float8, half the bytes of bfloat16; with tensorwise only"
         )
@@ -126,7 +124,7 @@ class Float8(Transform):
             parts = ", ".join(f"{name} {size} / {degree}" for name, size in odd.items())
             raise ConfigError(
                 "filter_fqns",
-                f"on a rank of tp the sizes of some linears are no multiples of {MULTIPLE}: {parts}",
+                f"on a rank of tp the sizes of some linears are not multiples of {MULTIPLE}: {parts}",
                 allowed="with them kept in filter_fqns, another tensor_parallel_degree, or emulate = true",
             )
 

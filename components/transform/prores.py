@@ -37,7 +37,7 @@ class ProResTransform(Transform):
         residual_schedule: Part = slot("residual_schedule", "linear", "alpha(layer, step) and its length")
         start: Literal["fresh", "warm"] | int | None = setting(
             None,
-            'where the schedule starts: "fresh" = at step 0, which is the default for weights that are drawn; "warm" = '
+            'where the schedule starts: "fresh" = at step 0, the default for new weights; "warm" = '
             "every alpha at its last value; or the step that the warmup has reached (an adaptive one without what it "
             "has measured). Weights from elsewhere (checkpoint.init_from) need it",
             on_resume="same",

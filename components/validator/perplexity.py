@@ -25,7 +25,7 @@ class Perplexity:
             unit="tokens",
             ge=0,
         )
-        batch_size: int = setting(0, "sequences a rank takes at once; 0 = training.local_batch_size", ge=0)
+        batch_size: int = setting(0, "micro-batch size per data-parallel rank; 0 takes training.local_batch_size", ge=0)
 
     def __init__(self, config: Config) -> None:
         self.config = config

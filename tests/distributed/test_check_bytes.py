@@ -142,7 +142,7 @@ def test_what_check_says_is_what_a_rank_holds(
     shown = report(recipe(layout, ac, str(tmp_path)), RANKS)
 
     def said(what: str, default: int | None = None) -> int:
-        found = re.search(rf"^(?:  )?{what} +([\d,]+) (?:bytes| \()", shown.split("\nflops a token")[1], re.MULTILINE)
+        found = re.search(rf"^(?:  )?{what} +([\d,]+) (?:bytes| \()", shown.split("\nflops per token")[1], re.MULTILINE)
         return int(found[1].replace(",", "")) if found else default
 
     real = ranks[0][layout, ac]

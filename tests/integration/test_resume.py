@@ -315,7 +315,7 @@ def test_fresh_start_from_weights_alone(folder: Path, straight: dict[int, Path])
     assert "the model has no layers.3." in refused("--model.n_layers=3")
     assert "other shapes of layers.0.feed_forward" in refused("--model.ffn_dim=192")
     assert "init_from_missing matches no weight: nothing" in refused("--checkpoint.init_from_missing=['nothing']")
-    assert "is no checkpoint" in fork(*debug(folder / "x", "--checkpoint.init_from=nowhere"), status=2).err
+    assert "not a checkpoint" in fork(*debug(folder / "x", "--checkpoint.init_from=nowhere"), status=2).err
     more = ["--model.n_layers=5", "--checkpoint.init_from_missing=['layers.4.*']", "--training.stop_after=2"]
     fork(*debug(folder / "deeper", *warm, *more))
 

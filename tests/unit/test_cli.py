@@ -81,7 +81,7 @@ def test_help(capsys):
     assert cli.main(["--help", "training"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("[training]  The training loop.\n")
-    assert "  steps: int = 1000 optimizer steps   [> 0]\n      length of the run" in text
+    assert "  steps: int = 1000 optimizer steps   [> 0]\n      number of optimizer steps of the run" in text
     assert '  dtype: "float32" | "bfloat16" = "float32"\n' in text
     assert "  stop_after: int = (not set), in optimizer steps   [> 0]\n" in text
 
@@ -192,8 +192,8 @@ def test_check_of_the_debug_recipe(capsys, tmp_path):
     assert "mesh             dp_replicate 1 x dp_shard 1 x tp 1 = 1 rank\n" in report
     assert "transforms       1. prores: 8 residual adds scaled, linear (T = 2)\n" in report
     assert "tensor_parallel" not in report.partition("\ntransforms ")[2] and "\n                 2. fsdp: " in report
-    assert "tokens a step    1,024 = 1 data rank x 4 sequences x 64 tokens x 4 microbatches\n" in report
-    assert "tokens in all    20,480 in 20 steps\n" in report
+    assert "tokens per step  1,024 = 1 data rank x 4 sequences x 64 tokens x 4 micro-batches\n" in report
+    assert "tokens in total  20,480 in 20 steps\n" in report
     assert re.search(rf"^  parameters +{4 * parameters:,} ", report, re.MULTILINE)
     # Up to the numbers it is a recipe, the same one.
     (tmp_path / "again.toml").write_text(report.split("\n\nmesh")[0])
@@ -208,7 +208,7 @@ def test_check_for_eight_ranks(capsys):
     )
     assert "mesh             dp_replicate 2 x dp_shard 4 x tp 1 = 8 ranks\n" in report
     assert "HSDP, 2 replicas of 4 shards" in report
-    assert "tokens a step    1,024 = 8 data ranks x 2 sequences x 64 tokens x 1 microbatch\n" in report
+    assert "tokens per step  1,024 = 8 data ranks x 2 sequences x 64 tokens x 1 micro-batch\n" in report
 
     def held(text: str, what: str) -> int:
         return int(re.search(rf"^  {what} +([\d,]+) ", text, re.MULTILINE)[1].replace(",", ""))
@@ -224,7 +224,7 @@ def test_check_for_three_axes(capsys):
     assert "mesh             dp_replicate 1 x dp_shard 4 x tp 2 = 8 ranks\n" in report
     order = [report.index(f" {n}. {name}: ") for n, name in enumerate(("prores", "tensor_parallel", "fsdp"), 1)]
     assert order == sorted(order)
-    assert "tokens a step    1,024 = 4 data ranks x" in report
+    assert "tokens per step  1,024 = 4 data ranks x" in report
     # 257 rows are 129 for the first of two ranks, where fsdp splits the 64 columns; norms are not split by tp.
     parameters = 2 * 129 * 64 // 4 + 4 * ((4 * 64**2 + 3 * 64 * 176) // 8 + 2 * 64 // 4) + 64 // 4
     for what in ("parameters", "gradients"):
@@ -261,7 +261,7 @@ class Peeking(Llama):
 def test_check_of_a_model_that_needs_values(capsys):
     report = check(capsys, "--model.name=tests.unit.test_cli:Peeking")
     assert "activations are not included, as the model does not run without values" in report
-    assert "  activations " not in report and "  together " in report
+    assert "  activations " not in report and "  total " in report
 
 
 def test_what_check_adds_up(capsys):
@@ -273,9 +273,9 @@ def test_what_check_adds_up(capsys):
         "gradients",
         "optimizer",
         "activations",
-        "computing",
-        *["besides"] * 3,
-        "together",
+        "peak",
+        *["buffers"] * 3,
+        "total",
     ]
     assert sizes[-1][1] == sum(size for _, size in sizes[:-1])
     assert "until its backward pass; at most: compiled code keeps less" in report

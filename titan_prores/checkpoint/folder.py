@@ -144,11 +144,11 @@ class CheckpointFolder:
         try:
             records = {name: FileRecord(**each) for name, each in self._json(step, MANIFEST)["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no manifest") from error
+            raise ValueError(f"{path} is not a manifest") from error
         for name, each in records.items():
             # Joined with the folder, anything else would be a file elsewhere.
             if name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
-                raise ValueError(f"{path} names {name!r}, which is no file of the checkpoint")
+                raise ValueError(f"{path} names {name!r}, which is not a file of the checkpoint")
             if type(each.bytes) is not int or each.bytes < 0 or not isinstance(each.sha256, str):
                 raise ValueError(f"{path} does not say what {name} held")
         if missing := {META, *NEEDED} - records.keys():
@@ -162,7 +162,7 @@ class CheckpointFolder:
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no JSON") from error
+            raise ValueError(f"{path} is not valid JSON") from error
 
     def problems(self, step: int, *, hashes: bool, part: int = 0, parts: int = 1) -> list[str]:
         """What is wrong with a checkpoint, a line each; empty where it is as it was written.
@@ -185,7 +185,7 @@ class CheckpointFolder:
                 status = path.lstat()
                 size = status.st_size
                 if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and a pipe never ends
-                    found.append(f"{path} is no regular file")
+                    found.append(f"{path} is not a regular file")
                 elif size != expected.bytes:
                     found.append(f"{path} has {size:,} bytes instead of {expected.bytes:,}")
                 elif hashes and record(path) != expected:
@@ -212,9 +212,9 @@ class CheckpointFolder:
         """Checkpoints that may go: whole ones. Only those with finite numbers count as kept.
 
         Args:
-            keep_latest: the newest so many stay; 0 = all stay.
-            keep_every: multiples of so many steps stay; 0 = none for that.
-            keep_best: the so many with the lowest validation loss stay.
+            keep_latest: number of most recent checkpoints to keep; 0 keeps all.
+            keep_every: also keep the checkpoint of every N-th step; 0 disables.
+            keep_best: the also keep the K checkpoints with the lowest validation loss.
             losses: step -> validation loss, of steps that were validated after they were saved.
         """
         if keep_latest == 0:

@@ -1,4 +1,4 @@
-"""Reading DCP's files without trusting them: they are pickles, and a hash beside them defends nobody."""
+"""Reading DCP's files without trusting them: they are pickles, and a hash beside them is no defense."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TensorReader(FileSystemReader):
             raise UntrustedError(".metadata is not the metadata of a checkpoint")
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise UntrustedError(f"the entry {key} is no tensor")
+                raise UntrustedError(f"the entry {key} is not a tensor")
         own = {entry.name for entry in self.folder.iterdir() if entry.is_file() and not entry.is_symlink()}
         for info in metadata.storage_data.values():
             name = info.relative_path if isinstance(info, _StorageInfo) else None

@@ -1,4 +1,4 @@
-"""When a run saves: every so many steps or minutes, and after its last step."""
+"""When a run saves: every N steps or minutes, and after its last step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def list_components(kind: str = "") -> str:
     if kind and kind not in KINDS:
         raise ConfigError(
             "--list-components",
-            "is no kind of component",
+            "unknown kind of component",
             value=kind,
             allowed=list(KINDS),
             nearest=nearest(kind, KINDS),

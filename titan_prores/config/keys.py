@@ -18,7 +18,7 @@ Key = tuple[str, ...]
 
 
 def split_key(text: str) -> Key | None:
-    """`a."b.c"` as ("a", "b.c"), read by the TOML parser; None where it is no TOML key."""
+    """`a."b.c"` as ("a", "b.c"), read by the TOML parser; None where it is not a TOML key."""
     try:
         table = tomllib.loads(f"{text} = 0")
     except (ValueError, RecursionError):

@@ -23,7 +23,12 @@ def plan_mesh(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """
     degrees = {axis: getattr(parallelism, key) for axis, key in AXES.items()}
     errors = [
-        ConfigError(f"parallelism.{AXES[axis]}", "is no degree", value=0, allowed="at least 1, or -1 for what is left")
+        ConfigError(
+            f"parallelism.{AXES[axis]}",
+            "not a valid degree",
+            value=0,
+            allowed="at least 1, or -1 for the remaining ranks",
+        )
         for axis, degree in degrees.items()
         if degree == 0
     ]

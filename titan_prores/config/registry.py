@@ -42,7 +42,7 @@ DEFAULTS = BUILTIN_FOLDER / "defaults.toml"
 def _known_kind(kind: str) -> str:
     if kind not in KINDS:
         raise ConfigError(
-            "kind", "is not a kind of component", value=kind, allowed=list(KINDS), nearest=nearest(kind, KINDS)
+            "kind", "unknown kind of component", value=kind, allowed=list(KINDS), nearest=nearest(kind, KINDS)
         )
     return kind
 
@@ -110,7 +110,7 @@ def _check_shape(kind: str, key: str, component: object) -> None:
     if not hasattr(component, "Config"):
         what = "lacks Config"
     elif not (inspect.isclass(component.Config) and issubclass(component.Config, section)):
-        what = f"has a Config that is no {section.__module__}.{section.__qualname__}"
+        what = f"has a Config that does not derive from {section.__module__}.{section.__qualname__}"
     elif wrong := unusable(component.Config):
         what = f"has a Config with {wrong} (allowed: {USABLE})"
     elif wrong := faults(contract, component):
@@ -129,7 +129,7 @@ def _load_builtin(kind: str) -> None:
     _loaded_kinds.add(kind)  # first: components register while they are imported
     try:
         for module in pkgutil.iter_modules([str(BUILTIN_FOLDER / kind)]):
-            if module.name.startswith("_"):  # registers nothing: whoever needs it imports it
+            if module.name.startswith("_"):  # registers nothing: a module that needs it imports it
                 continue
             _import(f"{BUILTIN_PACKAGE}.{kind}.{module.name}", f"{kind} components")
     except ConfigError:

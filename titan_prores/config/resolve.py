@@ -222,7 +222,7 @@ def _config_error(
     if kind == "literal_error" or is_enum(annotation):
         hint = nearest(value, words) if isinstance(value, str) else None
         allowed = wanted.replace(" | ", ", ") if wanted else fault["ctx"]["expected"]
-        return ConfigError(name, "is none of the choices", value=value, allowed=allowed, nearest=hint, where=where)
+        return ConfigError(name, "not one of the choices", value=value, allowed=allowed, nearest=hint, where=where)
     if len(alternatives(annotation)) > 1:
         hint = nearest(value, words) if isinstance(value, str) and words else None
         return ConfigError(name, f"must be of type {wanted}", value=value, nearest=hint, where=where)

@@ -73,7 +73,7 @@ def one_of(value: str, choices: Iterable[str]) -> str:
     if value not in choices:
         hint = nearest(value, choices)
         raise ValueError(
-            f"is none of the choices (allowed: {', '.join(choices)})" + (f"; did you mean {hint}?" if hint else "")
+            f"not one of the choices (allowed: {', '.join(choices)})" + (f"; did you mean {hint}?" if hint else "")
         )
     return value
 

@@ -217,7 +217,7 @@ def _key_lines(text: str, values: Mapping[str, Any]) -> dict[Key, int]:
     """Line of each key and table, found by plain search; one on an unusual line is just not found.
 
     Entries of an array of tables have their number in the key. `values` is what the text parses to: what looks like a
-    key but is none, such as a line of a string, is passed over.
+    key but is not one, such as a line of a string, is skipped.
     """
     lines: dict[Key, int] = {}
     last: dict[Key, int] = {}  # array of tables -> number of its newest entry

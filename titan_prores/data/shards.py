@@ -63,7 +63,7 @@ class _Splits(Section):
 
 
 class _Index(Section):
-    """Content of index.json, which somebody else may have written."""
+    """Content of index.json, which another program may have written."""
 
     format: Literal[FORMAT_VERSION]
     dtype: Literal["uint16", "uint32"]

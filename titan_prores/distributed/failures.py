@@ -95,7 +95,7 @@ class Failure:
 
 
 class PeerError(RuntimeError):
-    """Raised here for a failure of another rank, which has its own account of it."""
+    """Raised here for a failure of another rank, which reports it itself."""
 
 
 class FailureBoard:
@@ -103,7 +103,7 @@ class FailureBoard:
 
     Args:
         store: the job's store; the board keeps a connection of its own where the store can be cloned, as the main one
-            may be busy. A store that is gone is no error here: a rank then only knows about itself.
+            may be busy. A store that is gone is not an error here: a rank then only knows about itself.
     """
 
     KEY = "first_failure"

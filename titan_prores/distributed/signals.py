@@ -35,7 +35,7 @@ def end_with_torchrun() -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        with suppress(OSError):  # there may be nobody left to read it
+        with suppress(OSError):  # there may be no reader left
             os.write(2, b"the launcher has ended, and this rank with it\n")
         os._exit(1)
 

@@ -62,11 +62,11 @@ def report(recipe: Recipe, world_size: int) -> str:
         ),
         f"parameters       {n_parameters:,} ({n_parameters / 1e6:.2f}M)"
         + (f" ({n_trained:,} trained)" if n_trained != n_parameters else ""),
-        f"tokens a step    {batch * training.seq_len:,} = {counted(data_ranks, 'data rank')} "
+        f"tokens per step  {batch * training.seq_len:,} = {counted(data_ranks, 'data rank')} "
         f"x {counted(training.local_batch_size, 'sequence')} x {counted(training.seq_len, 'token')} "
-        f"x {counted(microbatches, 'microbatch')}",
-        f"tokens in all    {batch * training.seq_len * training.steps:,} in {counted(training.steps, 'step')}",
-        f"flops a token    {flops:.3e} forward and backward",
+        f"x {counted(microbatches, 'micro-batch')}",
+        f"tokens in total  {batch * training.seq_len * training.steps:,} in {counted(training.steps, 'step')}",
+        f"flops per token  {flops:.3e} forward and backward",
     ]
     if gathered:
         largest = max(gathered, key=gathered.__getitem__)
@@ -75,7 +75,7 @@ def report(recipe: Recipe, world_size: int) -> str:
     lines += [
         f"bytes per rank   (rank 0; {about})",
         *(f"  {name:<12}{_bytes(size)}  {what}".rstrip() for name, size, what in held),
-        f"  {'together':<12}{_bytes(sum(size for _, size, what in held if what != OFFLOADED))}",
+        f"  {'total':<12}{_bytes(sum(size for _, size, what in held if what != OFFLOADED))}",
         *(f"a run needs      {error}" for error in missing),
     ]
     return "\n".join(lines) + "\n"
@@ -87,14 +87,14 @@ def _held(
     """What rank 0 holds, as (name, bytes, what it is), and what to know about the activations in it."""
     try:
         state = state_bytes(components.model, components.optimizer)
-    except Exception as error:  # an optimizer of somebody's that cannot take a step like this
+    except Exception as error:  # an optimizer of a plug-in that cannot step like this
         raise own_fault("optimizer", error) from error
     where = "" if components.parameter_device is None else OFFLOADED
     held = [(name, getattr(state, name), where) for name in ("parameters", "gradients", "optimizer")]
     try:
         with quiet("torch._subclasses.fake_tensor"):  # what it has to say is in the error
             activations = activation_bytes(recipe, mesh)
-    except Exception as error:  # a model of somebody's that looks at the values of its tensors
+    except Exception as error:  # a model of a plug-in that looks at the values of its tensors
         if mesh.degrees["tp"] > 1 and not looks_at_values(error):
             fault = own_fault("parallelism.tensor_parallel_degree", error)
             fault.problem = f"the model does not run as its tensor-parallel plan splits it: {fault.problem}"
@@ -104,12 +104,12 @@ def _held(
     else:
         about = "activations as uncompiled code on a CPU keeps them"
         notes = [note for transform in components.transforms if (note := transform.activations_note())]
-        what = "; ".join(["kept of a microbatch until its backward pass", *(f"at most: {note}" for note in notes)])
+        what = "; ".join(["kept of a micro-batch until its backward pass", *(f"at most: {note}" for note in notes)])
         held.append(("activations", activations.kept, what))
-        held.append(("computing", activations.peak - activations.kept, "more when forward and backward hold most"))
+        held.append(("peak", activations.peak - activations.kept, "beyond activations, at the worst moment"))
     for transform in components.transforms:
         more = transform.held_bytes(components.model, microbatches)
-        held += [("besides", size, what) for what, size in more.items()]
+        held += [("buffers", size, what) for what, size in more.items()]
     return held, about
 
 

@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # a DTensor's own operations come by again, on the tensors inside
         out = func(*args, **(kwargs or {}))
-        # DTensor works out the shapes of whole tensors by entering the fake mode again; those are nobody's memory.
+        # DTensor works out the shapes of whole tensors by entering the fake mode again; those take no memory.
         if self.fake is None or len(self.fake.enter_stack) == 1:
             given = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
             for tensor in _tensors(out):

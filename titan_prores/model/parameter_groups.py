@@ -18,8 +18,8 @@ class ParameterGroup(Section):
     patterns: tuple[str, ...] = setting(
         help="shell-style patterns of parameter names; each must match at least one", min_length=1
     )
-    weight_decay: float | None = setting(None, "instead of the optimizer's", ge=0)
-    lr_scale: float = setting(1.0, "factor on the learning rate", ge=0)
+    weight_decay: float | None = setting(None, "weight decay of the group; default the optimizer's", ge=0)
+    lr_scale: float = setting(1.0, "factor of the learning rate", ge=0)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
 def git_state(checkout: Path) -> dict[str, Any] | None:
     """Commit and whether tracked files differ from it; None where `checkout` is not the root of a git checkout."""
     try:
-        # An installed package may lie in somebody else's checkout: its commit would say nothing about this code.
+        # An installed package may lie in a checkout of another project, whose commit says nothing about this code.
         if Path(_git(checkout, "rev-parse", "--show-toplevel")) != checkout:
             return None
         dirty = _git(checkout, "status", "--porcelain", "--untracked-files=no") != ""

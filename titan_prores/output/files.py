@@ -14,7 +14,7 @@ def disk_is_full(error: OSError) -> bool:
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Leave either the old file or the new one whole on disk, wherever the machine stops and whoever else writes it.
+    """Leave either the old file or the new one whole on disk, wherever the machine stops, with any number of writers.
 
     Its folder is made where there is none.
     """

@@ -81,7 +81,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def validation_text(row: Mapping[str, Any]) -> str:
-    """The figures of a validation in one line, whatever a validator measures: loss, perplexity, over so many tokens."""
+    """The figures of a validation in one line, whatever a validator measures: loss, perplexity, over N tokens."""
     words = []
     for key, value in row.items():
         if key != "validation_tokens":

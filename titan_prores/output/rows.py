@@ -39,7 +39,7 @@ def json_ready(value: Any) -> Any:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A row of metrics.jsonl; None where the line is no JSON object."""
+    """A row of metrics.jsonl; None where the line is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -48,7 +48,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _row_step(line: bytes) -> int | None:
-    """Step of a row, 0 when it has none; None where the line is no JSON object."""
+    """Step of a row, 0 when it has none; None where the line is not a JSON object."""
     if (row := _row(line)) is None:
         return None
     step = row.get("step")

@@ -103,7 +103,7 @@ class RunFolder:
             write_atomically(self.path / name, content)
 
     def note_checkpoint(self, path: Path) -> None:
-        """Remember the newest checkpoint, whoever wrote it."""
+        """Remember the newest checkpoint of any writer."""
         if self.is_main:
             write_atomically(self.path / "latest_checkpoint", (os.path.relpath(path, self.path) + "\n").encode())
 
@@ -164,7 +164,7 @@ class RunFolder:
     def set_aside_metrics(self, step: int) -> int:
         """Move the rows of metrics.jsonl past `step` to metrics.after-step-<step>.jsonl, so that a step occurs once.
 
-        Lines at the end that are no rows, as a killed writer or a power failure leaves, are dropped. No row is lost,
+        Lines at the end that are not rows, as a killed writer or a power failure leaves, are dropped. No row is lost,
         however often a run resumes: the side file of an earlier time is kept beside the new one, and it is on disk
         before metrics.jsonl is replaced.
 

@@ -20,8 +20,8 @@ class SpikeScore:
 
     Args:
         total_steps: length of the run, in steps.
-        window: values before one that it is compared with.
-        threshold: distance that makes a spike, in (population) standard deviations.
+        window: number of preceding values that a value is compared with.
+        threshold: distance from their mean that counts as a spike, in (population) standard deviations.
         start_ratio, end_ratio: the scored part of the run, as shares of its steps.
 
     Attributes:

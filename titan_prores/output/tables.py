@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_prores.config.errors import ConfigError
 from titan_prores.output.files import write_atomically
 
-WIDTH = 100  # columns that a table fits when nobody says how wide the terminal is
+WIDTH = 100  # width of a table where the width of the terminal is unknown
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -21,7 +21,7 @@ class AdaptiveSchedule:
     and y after it. e, a running mean of it since b, moves by e <- smoothing * e + (1 - smoothing) * m, and its change
     is c = |e after / e before - 1|. The layer counts as settled by a measurement with c <= tolerance, from `min_steps`
     after b on; layer l + 1 then begins with the next update. Without that it begins at b + `max_steps`. So all layers
-    are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement that is not finite is passed over.
+    are at 1 at the latest at (L - 1) * max_steps + warmup_steps. A measurement that is not finite is skipped.
 
     Directions are compared, as sizes say nothing where a layer ends in a norm. While alpha rises m moves with it: about
     as much as alpha where the branch is small beside the stream, hardly where it is large. So `min_steps` below
@@ -37,7 +37,7 @@ class AdaptiveSchedule:
         tolerance: largest relative change of the running mean, from one measurement to the next, of a settled layer.
         every_steps: steps from one measurement to the next.
         smoothing: share of the running mean that a measurement leaves as it was.
-        floor: alpha of a layer that has not begun.
+        floor: alpha of a layer whose warmup has not begun.
 
     Raises:
         ValueError: one of these is out of its range.

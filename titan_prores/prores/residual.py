@@ -40,7 +40,7 @@ class ResidualAdd(_Add):
 
 
 class ScaledResidualAdd(_Add):
-    """skip_scale * residual + alpha * branch_scale * branch; alpha is an fp32 scalar that somebody else moves.
+    """skip_scale * residual + alpha * branch_scale * branch; alpha is an fp32 scalar that is moved from outside.
 
     alpha is a 0-dim view of `AlphaVector`, no parameter and no buffer: it has no state-dict key and a warmup adds no
     graph to a compiled block. In eager bf16 the multiplication rounds alpha to bf16 (exact at 0 and 1).

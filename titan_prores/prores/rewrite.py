@@ -84,7 +84,7 @@ class ProRes:
         if self.trained is not None:
             model.add_module(SCHEDULE_NAME, self.trained)
         self._unfinished: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        # On the layers too: a model's output may be an object that no tensor is found in, or nobody may call the model.
+        # On the layers too: a model's output may be an object without tensors, or the model may never be called.
         for module in (model, *layers):
             module.register_forward_hook(self._after_forward)
         self._measuring = False  # whether the update that `set_step` began is one to be observed

@@ -54,7 +54,7 @@ class TableSchedule:
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"byte {error.start} is no UTF-8") from None
+            raise ValueError(f"byte {error.start} is not UTF-8") from None
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         header: list[str] | None = None
         steps: list[int] = []

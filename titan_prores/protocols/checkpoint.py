@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class CheckpointSection(Section):
     """Base of every checkpoint component's Config."""
 
-    enabled: bool = setting(True, "false = neither save nor resume")
-    interval: int = setting(500, "save every so many steps, and after the last", unit="optimizer steps", gt=0)
+    enabled: bool = setting(True, "save and resume; false disables both")
+    interval: int = setting(500, "save every N steps, and after the last step", unit="optimizer steps", gt=0)
     interval_minutes: float | None = setting(
-        None, "save too whenever so long has passed since the last save; default never", unit="minutes", gt=0
+        None, "also save when this much time has passed since the last save; not set disables", unit="minutes", gt=0
     )
 
     def weights_from(self) -> str | None:

@@ -17,16 +17,16 @@ class DatasetSection(Section):
         0.01, "share of documents held out for validation, chosen by a hash of their text", ge=0, lt=1
     )
     cache_folder: WritePath = setting(
-        "outputs/token_cache", "where token shards are kept between runs", on_resume="free"
+        "outputs/token_cache", "folder of the token shards, kept between runs", on_resume="free"
     )
-    shard_tokens: int = setting(
-        100_000_000, "a token shard is closed once it holds this many", unit="tokens", on_resume="free", gt=0
-    )
+    shard_tokens: int = setting(100_000_000, "size of a token shard", unit="tokens", on_resume="free", gt=0)
     verify: Literal["always", "sizes"] = setting(
-        "always", "before training: read every token shard and compare its hash, or compare sizes", on_resume="free"
+        "always",
+        "check of token shards before training: always compares hashes, sizes compares file sizes",
+        on_resume="free",
     )
     num_workers: int = setting(
-        0, "processes that read samples ahead; the order does not depend on it", on_resume="free", ge=0
+        0, "number of worker processes that read samples ahead; the order does not depend on it", on_resume="free", ge=0
     )
 
 

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
         """Token ids of `text`, 1-d integer array, without an end-of-text mark. Special tokens in it are plain text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
 
     def fingerprint(self) -> str:
         """A string that changes whenever encodings might; part of the token cache's key."""

@@ -50,7 +50,7 @@ class Facts:
         dtype: dtype that weights and optimizer state are kept in.
         param_dtype: dtype of weights in forward and backward.
         reduce_dtype: dtype in which gradients are summed over ranks.
-        microbatch_tokens: tokens that a data-parallel rank takes through the model at once; None where nobody knows.
+        microbatch_tokens: tokens of a micro-batch of a data-parallel rank; None where unknown.
         parameter_device: where weights and optimizer state are kept; the mesh's device unless a transform says
             otherwise.
         applied: names of the transforms applied so far, in order.
@@ -176,7 +176,7 @@ class Transform:
         """Go on from what `state` gave; an empty one where the checkpoint, or the run that wrote it, knows of none."""
 
     def after_load(self) -> None:
-        """Weights were filled from a checkpoint: forget what was reckoned from others."""
+        """Weights were filled from a checkpoint: drop anything computed from the old weights."""
 
     def before_step(self, step: int) -> None:
         """Before the first microbatch of the update after `step` completed ones."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ValidatorSection(Section):
     """Base of every validator's Config."""
 
-    enabled: bool = setting(True, "false = never validate")
-    freq: int = setting(100, "validate every so many steps, and after the last", unit="optimizer steps", gt=0)
+    enabled: bool = setting(True, "run validation")
+    freq: int = setting(100, "validate every N steps, and after the last step", unit="optimizer steps", gt=0)
 
 
 class Validator(Protocol):

@@ -496,7 +496,7 @@ def asynchronous(setup: Setup) -> list[Row]:
     same = paired_ratio(stopped["again"], stopped["sync"])
     calm = {name: [statistics.median(steps) for steps in quiet[name][warmup:]] for name in modes}
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    size = f"{parameters / 1e6:.0f}M parameters and Adam's state, {bench.tokens_per_step} tokens a step"
+    size = f"{parameters / 1e6:.0f}M parameters and Adam's state, {bench.tokens_per_step} tokens per step"
     limit, rows = 0.10, []
     for name in ("thread", "process"):
         ratio = paired_ratio(stopped[name], stopped["sync"])
@@ -615,11 +615,11 @@ def setup_of(options: argparse.Namespace, overrides: list[str], folder: Path) ->
     if options.pairs < 12:
         raise ConfigError("--pairs", "is too few for an interval", value=options.pairs, allowed="12 or more")
     if options.threads < 1:
-        raise ConfigError("--threads", "is no number of threads", value=options.threads, allowed="1 or more")
+        raise ConfigError("--threads", "not a valid number of threads", value=options.threads, allowed="1 or more")
     wanted = options.only or list(PARTS)
     for name in wanted:
         if name not in PARTS:
-            raise ConfigError("--only", "is no part", value=name, allowed=list(PARTS), nearest=nearest(name, PARTS))
+            raise ConfigError("--only", "unknown part", value=name, allowed=list(PARTS), nearest=nearest(name, PARTS))
     if options.json and not options.json.resolve().parent.is_dir():
         raise ConfigError("--json", "is in a folder that is not there", value=str(options.json))
     if options.write:
@@ -691,7 +691,7 @@ def surroundings(setup: Setup, threads: int) -> dict[str, str | int]:
     device = choose_device(recipe.job.device, World(0, 0, 1))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{threads} CPU threads"
     training = recipe.training
-    batch = f"{training.local_batch_size} x {training.seq_len} tokens a step"
+    batch = f"{training.local_batch_size} x {training.seq_len} tokens per step"
     name = setup.config.name + "".join(f" {override}" for override in setup.overrides)
     return {
         "summary": f"{where}, torch {torch.__version__}, {name}, {batch}, {setup.pairs} pairs",

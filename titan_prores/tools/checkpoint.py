@@ -51,16 +51,18 @@ def _parser() -> argparse.ArgumentParser:
         diff.add_argument(name, type=Path, metavar=name.upper(), help="the folder of one checkpoint, step-<k>")
     prune = command(_prune, "delete checkpoints; damaged ones and the newest whole one are never deleted")
     prune.add_argument("folder", **where)
-    prune.add_argument("--keep-latest", type=_positive, required=True, help="how many of the newest stay")
-    prune.add_argument("--keep-every", type=_positive, default=0, help="multiples of so many steps stay")
-    prune.add_argument("--keep-best", type=_positive, default=0, help="so many with the lowest validation loss stay")
+    prune.add_argument("--keep-latest", type=_positive, required=True, help="keep the K most recent checkpoints")
+    prune.add_argument("--keep-every", type=_positive, default=0, help="also keep the checkpoint of every N-th step")
+    prune.add_argument(
+        "--keep-best", type=_positive, default=0, help="also keep the K checkpoints with the lowest validation loss"
+    )
     prune.add_argument("--dry-run", action="store_true", help="only say which would go")
     return parser
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
     return int(text)
 
 
@@ -158,7 +160,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _checkpoint(path: Path) -> tuple[CheckpointFolder, int]:
     if (found := CheckpointFolder.containing(path)) is None:
-        raise ConfigError("FOLDER", "is no checkpoint", value=str(path), allowed=f"a folder step-<k> with a {MANIFEST}")
+        raise ConfigError("FOLDER", "not a checkpoint", value=str(path), allowed=f"a folder step-<k> with a {MANIFEST}")
     folder, step = found
     if problems := folder.problems(step, hashes=False):
         raise ConfigError("FOLDER", f"is damaged: {problems[0]}", value=str(path))

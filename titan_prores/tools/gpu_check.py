@@ -296,7 +296,7 @@ def fitting(check: Check, overrides: Sequence[str], smallest: int = 1) -> tuple[
 
 
 def release() -> None:
-    """Give the memory of runs that nobody holds any more back to the device."""
+    """Return unused memory of earlier runs to the device."""
     import gc
 
     import torch

@@ -28,7 +28,7 @@ def pages() -> dict[str, str]:
     ]
     found = {}
     for kind, about in KINDS.items():
-        names = registry.names(kind)
+        names = [name for name in registry.names(kind) if _is_built_in(kind, name)]
         links = ", ".join(f"[`{name}`]({kind}.md#{anchor})" for name, anchor in _anchors(names).items())
         lines.append(f"- [{kind}]({kind}.md), {about.summary}: {links}")
         page = [f"# {kind}", "", NOTE, "", f"A component of this kind: {about.summary}. {_where(kind)}", ""]
@@ -40,6 +40,10 @@ def pages() -> dict[str, str]:
     for name, section in ENGINE_SECTIONS.items():
         page += [f"## {name}", "", *_prose(section), *_table(section)]
     return {"README.md": _text(lines), "sections.md": _text(page), **found}
+
+
+def _is_built_in(kind: str, name: str) -> bool:
+    return registry.lookup(kind, name).__module__.startswith(registry.BUILTIN_PACKAGE)
 
 
 def _anchors(names: list[str]) -> dict[str, str]:

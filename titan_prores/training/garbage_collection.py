@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class ScheduledCollection:
-    """Collects every so many steps and never in between, while it is entered.
+    """Collects every N steps and never in between, while it is entered.
 
     Args:
         every_steps: 0 = leave the collector alone.

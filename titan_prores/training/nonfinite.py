@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from titan_prores.distributed.mesh import Mesh
 
-# Of so many steps the batches are kept; a run that goes wrong more often is not understood better by more of them.
+# Number of steps whose batches are kept; more would not explain a run that goes wrong more often.
 MOST_KEPT = 20
 
 
@@ -30,7 +30,7 @@ class NonFiniteError(RuntimeError):
 
 
 class NonFinitePolicy:
-    """Ends the run, passes over the batch, or has the run go back and pass over it, as `training.on_nonfinite` says.
+    """Ends the run, skips the batch, or has the run go back and skip it, as `training.on_nonfinite` says.
 
     What it is told is the same on all ranks, so all of them decide alike. Batches are known by their first sample,
     which no change of layout moves.
@@ -39,7 +39,7 @@ class NonFinitePolicy:
         training: the section of the recipe.
 
     Attributes:
-        skipped_in_a_row: batches passed over by "skip" since the last update.
+        skipped_in_a_row: batches skipped by "skip" since the last update.
         pass_over: first samples of the batches that a run which has gone back will not train on.
         offending: first sample of the batch for which the run is to go back now.
     """
@@ -84,7 +84,7 @@ class NonFinitePolicy:
         logger.warning("%s: batch skipped, %d in a row", self._problem, self.skipped_in_a_row)
 
     def rewind(self, checkpoint_step: int | None, batch_size: int, samples: int) -> None:
-        """The run goes back to a checkpoint: decide which batches it will pass over from there.
+        """The run goes back to a checkpoint: decide which batches to skip from there.
 
         Args:
             checkpoint_step: of the last good one; None where there is none.
@@ -117,7 +117,7 @@ class NonFinitePolicy:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; batches that this run has found itself stay passed over."""
+        """Take what `state` gave; batches that this run has found itself stay skipped."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.pass_over.update(state.get("pass_over", ()))
 
@@ -130,7 +130,7 @@ def keep_batch(
     model: nn.Module,
     mesh: Mesh,
 ) -> None:
-    """Leave what one update was computed from where somebody can look at it, in `step-<k>` below. Collective.
+    """Keep what one update was computed from for inspection, in `step-<k>` below. Collective.
 
     Writes `data-rank-<k>.npz` with int32 arrays `tokens` and `labels` of shape [microbatches, B, S] for every data
     rank, and `report.json` with the facts, the loss by data rank (nats, the rank's share of the mean over the global

@@ -1,4 +1,4 @@
-"""Profiler traces and CUDA memory snapshots, taken every so many steps when the recipe asks for them."""
+"""Profiler traces and CUDA memory snapshots, taken every N steps when the recipe asks for them."""
 
 from __future__ import annotations
 

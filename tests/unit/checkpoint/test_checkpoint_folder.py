@@ -158,7 +158,7 @@ def test_a_manifest_names_no_file_elsewhere(folder: CheckpointFolder, name: str,
     content["files"][name] = {"bytes": 0, "sha256": ""}
     path.write_text(json.dumps(content))
     (problem,) = folder.problems(10, hashes=True)
-    assert f"names {name!r}, which is no file of the checkpoint" in problem
+    assert f"names {name!r}, which is not a file of the checkpoint" in problem
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -172,7 +172,7 @@ def test_only_regular_files_are_read(folder: CheckpointFolder, kind: str, tmp_pa
         os.mkfifo(path)
     else:
         path.mkdir()
-    assert folder.problems(10, hashes=True) == [f"{path} is no regular file"]
+    assert folder.problems(10, hashes=True) == [f"{path} is not a regular file"]
 
 
 @pytest.mark.parametrize(

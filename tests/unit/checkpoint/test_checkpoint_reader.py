@@ -84,7 +84,7 @@ def test_crafted_entry_is_not_unpickled(folder: Path, tmp_path: Path) -> None:
     crafted.state_dict_metadata["weight"] = dcp.metadata.BytesStorageMetadata()
     crafted.storage_data[dcp.metadata.MetadataIndex("weight")] = crafted.storage_data.pop(index)
     write(folder, crafted)
-    with pytest.raises(CheckpointException, match="the entry weight is no tensor"):
+    with pytest.raises(CheckpointException, match="the entry weight is not a tensor"):
         load(folder)
     assert not victim.exists()
     with suppress(CheckpointException):

@@ -700,7 +700,7 @@ def test_huggingface_card_cannot_name_files_outside_of_its_data_set(hub, card, l
         return list(make("huggingface", path=str(path)).documents())
 
     assert named("sub/*.jsonl") == named(f"{hub}/sub/train.jsonl") == ["its own"]
-    with pytest.raises(ConfigError, match=r"names .*secret\.jsonl, which is no file of the data set"):
+    with pytest.raises(ConfigError, match=r"names .*secret\.jsonl, which is not a file of the data set"):
         named(card.format(hub=hub))
     # The recipe's author may.
     files = (str(hub.parent / "secret.jsonl"),)

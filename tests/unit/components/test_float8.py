@@ -186,7 +186,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict, said: str) -> None
         ),
         (
             ["--transforms.float8.enabled=true", "--parallelism.tensor_parallel_degree=2"],
-            "no multiples of 16: layers.*.feed_forward.w1 176 / 2",
+            "not multiples of 16: layers.*.feed_forward.w1 176 / 2",
         ),
     ],
 )

@@ -72,7 +72,7 @@ def test_jsonl_keeps_every_bit_and_is_strict_json(run):
     metric.close()
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not valid JSON")
 
     first, second = [json.loads(line, parse_constant=refuse) for line in run.metrics_file.read_text().splitlines()]
     assert first == {"step": 1, "loss": 0.1 + 0.2, "alpha": [1 / 3, 1.0], "grad_norm": 1.5}

@@ -216,7 +216,7 @@ def test_ranks_files_that_are_none(make, tmp_path, content, message):
         ("tiktoken_file", {"path": "https://host/cl100k_base.tiktoken"}, "path", "is a URL"),
         ("tiktoken_file", {"path": "/nowhere/tokenizer.model"}, "path", "no such file"),
         ("tiktoken_file", {"pattern": "llama_3"}, "pattern", "did you mean llama3"),
-        ("tiktoken_file", {"pattern": "(unclosed"}, "pattern", "no regex"),
+        ("tiktoken_file", {"pattern": "(unclosed"}, "pattern", "not a regex"),
         ("tiktoken_file", {"pattern": r"\p{L}+"}, "pattern", "loses a part"),
         ("tiktoken_file", {"eot_token": "<|endoftxt|>"}, "eot_token", r"did you mean <\|endoftext\|>"),
         ("tiktoken_file", {"special_tokens": {"<|endoftext|>": 7}}, "special_tokens.<|endoftext|>", "another token"),
@@ -228,7 +228,7 @@ def test_ranks_files_that_are_none(make, tmp_path, content, message):
         ("hf_file", {"path": "$(touch x)/tokenizer.json"}, "path", "no such file"),
         ("tiktoken_file", {"special_tokens": ("a", "a"), "eot_token": "a"}, "special_tokens", "twice"),
         ("hf_file", {"path": "/nowhere/tokenizer.json"}, "path", "no such file"),
-        ("hf_file", {"path": __file__}, "path", "is no tokenizer.json"),
+        ("hf_file", {"path": __file__}, "path", "not a tokenizer.json"),
         ("hf_file", {"eot_token": "<|endoftxt|>"}, "eot_token", r"did you mean <\|endoftext\|>"),
     ],
 )
@@ -260,7 +260,7 @@ def test_crafted_hf_files_are_refused_in_one_line(make, hf_file, tmp_path, monke
     if isinstance(content, dict):
         content = json.dumps(json.loads(hf_file.read_text()) | content).encode()
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"is no tokenizer\.json that the tokenizers library takes") as error:
+    with pytest.raises(ConfigError, match=r"not a tokenizer\.json that the tokenizers library accepts") as error:
         make("hf_file", path=str(tmp_path))
     assert error.value.key == "path" and "\n" not in str(error.value) and "root:" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]

@@ -115,8 +115,8 @@ def test_every_usual_type_is_set_and_written_back():
         ({"sequence": "abc"}, "s.sequence = 'abc': must be of type list of string, not string"),
         ({"table": {"k": [1, "a"]}}, "s.table.k.1 = 'a': must be of type int, not string"),
         ({"path": 1}, "s.path = 1: must be of type path, not int"),
-        ({"color": "bleu"}, 's.color = \'bleu\': is none of the choices (allowed: "red", "blue"); did you mean blue?'),
-        ({"colors": ["red", 1]}, 's.colors.1 = 1: is none of the choices (allowed: "red", "blue")'),
+        ({"color": "bleu"}, 's.color = \'bleu\': not one of the choices (allowed: "red", "blue"); did you mean blue?'),
+        ({"colors": ["red", 1]}, 's.colors.1 = 1: not one of the choices (allowed: "red", "blue")'),
         ({"choice": 1}, "s.choice = 1: must be of type list of string | string"),
         ({"other": [[1], ["a"]]}, "s.other = [[1], ['a']]: must be of type table of int | list of list of int"),
         (

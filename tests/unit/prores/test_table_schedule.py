@@ -92,7 +92,7 @@ FAULTS = {
     "no number": (HEAD + "0,0,\n", "line 2: alpha_2 = ''"),
     "word": (HEAD + "0,zero,0\n", "line 2: alpha_1 = 'zero'"),
     "open quote": (HEAD + '0,"0,0\n', "line 2: unexpected end of data"),
-    "not UTF-8": (HEAD.encode() + b"0,\xff,0\n", "byte 23 is no UTF-8"),
+    "not UTF-8": (HEAD.encode() + b"0,\xff,0\n", "byte 23 is not UTF-8"),
     "another depth": (HEAD + "0,0,0\n", "its table is for 2 layers, the model has 4"),
 }
 

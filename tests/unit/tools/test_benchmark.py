@@ -18,7 +18,7 @@ from titan_prores.tools.measure import MET, UNRESOLVED, Interval
     ("arguments", "message"),
     [
         (["--pairs", "5"], "error: --pairs = 5: is too few for an interval (allowed: 12 or more)"),
-        (["--threads", "0"], "error: --threads = 0: is no number of threads"),
+        (["--threads", "0"], "error: --threads = 0: not a valid number of threads"),
         (["--only", "prores-egaer"], "did you mean prores-eager?"),
         (["--size", "70M"], "model.flavor = '70M'"),
         (["--training.stepz=1"], "training.stepz"),

@@ -92,8 +92,8 @@ def test_prune(folder: CheckpointFolder, capsys: pytest.CaptureFixture) -> None:
     [
         (["list", "nowhere"], "has no checkpoints"),
         (["verify", "{folder}", "--step", "11"], "there is no checkpoint of this step (allowed: 10, 20, 30)"),
-        (["diff", "{folder}", "{folder}"], "is no checkpoint"),
-        (["diff", "{folder}/step-00000010", "{folder}/step-00000011"], "is no checkpoint"),
+        (["diff", "{folder}", "{folder}"], "not a checkpoint"),
+        (["diff", "{folder}/step-00000010", "{folder}/step-00000011"], "not a checkpoint"),
     ],
 )
 def test_wrong_commands(

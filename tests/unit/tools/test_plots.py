@@ -395,7 +395,7 @@ def test_settings_of_the_score_out_of_their_range(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(["depth", str(tmp_path), f"{option}={value}"])
-    assert f"argument {option}: {value} is no number" in capsys.readouterr().err
+    assert f"argument {option}: {value} is not a number" in capsys.readouterr().err
 
 
 def test_runs_of_a_sweep_are_drawn_from_its_file(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_saved_as_png_unless_the_name_says_otherwise(
     ("arguments", "said"),
     [
         (["loss", "{tmp}/nowhere"], "RUN = '{tmp}/nowhere': there is no such run folder"),
-        (["loss", "{tmp}"], "is no run folder: there is no metrics.jsonl in it"),
+        (["loss", "{tmp}"], "not a run folder: it has no metrics.jsonl in it"),
         (["loss", "{base}", "--colour=1"], "--colour: unknown option"),
         (["loss", "{base}", "--out=x"], "--out: unknown option (allowed: those of --help); did you mean --output?"),
         (["metric", "{base}", "--key", "los"], "(allowed: activation_norm, alpha, grad_norm, loss, residual_cosine"),
@@ -493,7 +493,7 @@ def test_saved_as_png_unless_the_name_says_otherwise(
         (["metric", "{texts}", "{base}", "--key", "alpha"], "is a list for each layer in some of the runs"),
         (["metric", "{texts}", "--key", "alpha", "--log-y"], "no value of alpha is above 0"),
         (["activation", "{base}", "--key", "branch_ratio_ffn"], "has branch_ratio_ffn"),
-        (["activation", "{base}", "--key", "loss"], "loss is no list for each layer"),
+        (["activation", "{base}", "--key", "loss"], "loss is not a list of values per layer"),
         (["gap", "{base}", "X={base}", "Y={base}"], "a gap is between two runs, or"),
         (["gap", "{base}", "X={tmp}/ba[sr]e"], "training.seed: is not in the recipe of {bare}"),
         (["alpha", "--schedule", "lineer"], "did you mean linear?"),
@@ -502,7 +502,7 @@ def test_saved_as_png_unless_the_name_says_otherwise(
         (["alpha", "{tmp}/base", "--schedule", "linear"], "--schedule: is for schedules by name, and RUN has"),
         (["alpha", "{tmp}/base", "--config", "x.toml"], "--config: alpha is either a recipe's or what runs"),
         (["cosine", "{base}", "--checkpoints", "1", "2"], "--checkpoints = 1: there is none in"),
-        (["depth", "{broken}"], "recipe.toml is no TOML"),
+        (["depth", "{broken}"], "recipe.toml is not valid TOML"),
         (["depth", "{bare}"], "model.n_layers: is not in the recipe"),
         (["loss", "{empty}"], "metrics.jsonl has no rows"),
         (["loss", "{base}", "--output", "{base}/metrics.jsonl/x"], "--output = '{base}/metrics.jsonl/x': cannot be"),

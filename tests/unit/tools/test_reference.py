@@ -17,6 +17,8 @@ def test_every_key_and_component_is_there() -> None:
     made = pages()
     for kind in KINDS:
         for name in registry.names(kind):
+            if not registry.lookup(kind, name).__module__.startswith(registry.BUILTIN_PACKAGE):
+                continue  # of another test
             section = made[f"{kind}.md"].split(f"\n## {name}\n")[1].split("\n## ")[0]
             for key in registry.lookup(kind, name).Config.model_fields:
                 assert f"| `{key}` |" in section

@@ -145,12 +145,12 @@ def test_the_best_is_the_lowest_mean_over_seeds(read) -> None:
         ('results = "results"', "results = 'results': must end in .jsonl.gz"),
         ("seeds = []", "seeds = []: must have at least 1 entry"),
         ('[axes."../x"]\na = { model.dim = 32 }', "axes.\"../x\" = '../x': an axis cannot have this name"),
-        ('[[grids]]\nname = "a"\naxes = { nrm = ["pre"] }', "'nrm': is no axis of this sweep"),
+        ('[[grids]]\nname = "a"\naxes = { nrm = ["pre"] }', "'nrm': unknown axis of this sweep"),
         (
             '[[grids]]\nname = "a"\naxes = { norm = ["prr"] }',
-            "is no value of the axis norm (allowed: pre, post); did you",
+            "not a value of the axis norm (allowed: pre, post); did you",
         ),
-        ('[[grids]]\nname = "a"\naxes = { seed = ["x"] }', "is no seed"),
+        ('[[grids]]\nname = "a"\naxes = { seed = ["x"] }', "not a valid seed"),
         ('[[grids]]\nname = "a"\naxes = { norm = "pre" }', "must be a list of values"),
         ('[[grids]]\nname = "a"\naxes = { lr = { best_of = "b" } }', "there is no earlier grid of this name"),
         ('[[grids]]\nname = "a"\naxes = { norm = ["pre"] }', "lacks the axis of the pair, prores (allowed: off, on)"),
@@ -164,7 +164,7 @@ def test_the_best_is_the_lowest_mean_over_seeds(read) -> None:
         (STAGES.replace('per = ["norm"]', 'per = ["prores", "seed"]'), "per names an axis that the two grids do not"),
         (STAGES + STAGES, "two grids have this name"),
         ('[[exclude]]\nnorm = ["pre", "post"]', "leaves no run"),
-        ('[[beside]]\ncolumn = "x"\naxis = "norm"\ncells = { pree = "1" }', "is no value of the axis norm"),
+        ('[[beside]]\ncolumn = "x"\naxis = "norm"\ncells = { pree = "1" }', "not a value of the axis norm"),
     ],
 )
 def test_faults_of_a_file_name_key_and_value(read, change: str, message: str) -> None:

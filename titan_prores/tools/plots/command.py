@@ -178,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
     return int(text)
 
 
@@ -192,7 +192,7 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to below 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to below 1")
     return value
 
 
@@ -202,7 +202,7 @@ def _above_zero(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 
@@ -241,7 +241,7 @@ def _named_alpha(
         if name not in SCHEDULES:
             raise ConfigError(
                 "--schedule",
-                "is no schedule of the paper",
+                "not a schedule of the paper",
                 value=name,
                 allowed=list(SCHEDULES),
                 nearest=nearest(name, SCHEDULES),
@@ -396,7 +396,7 @@ def _by_seed(runs: Sequence[Run]) -> dict[int, Run]:
     for run in runs:
         seed = run.setting("training", "seed")
         if not isinstance(seed, int):
-            raise ConfigError("training.seed", f"is no whole number in the recipe of {run.path}", value=seed)
+            raise ConfigError("training.seed", f"is not a whole number in the recipe of {run.path}", value=seed)
         if seed in found:
             raise ConfigError(
                 "RUN",
@@ -423,7 +423,7 @@ def _layer_panels(runs: Sequence[Run], key: str) -> dict[str, tuple[np.ndarray, 
     for run in runs:
         steps, values = run.series(key)
         if values.ndim != 2:
-            raise ConfigError("RUN", f"{key} is no list for each layer", value=str(run.path))
+            raise ConfigError("RUN", f"{key} is not a list of values per layer", value=str(run.path))
         panels[_unused(run.label, panels)] = steps, values
     _require_finite([values for _, values in panels.values()], key)
     return panels

@@ -43,7 +43,7 @@ def checkpoint_cosines(run: Path, first: int, second: int, sequences: int, devic
 
     recipe_file = RunFolder(run, is_main=False).recipe_file
     if not recipe_file.is_file():
-        raise ConfigError("RUN", f"is no run folder: there is no {recipe_file.name} in it", value=str(run))
+        raise ConfigError("RUN", f"not a run folder: it has no {recipe_file.name}", value=str(run))
     tree = sources.load(recipe_file, [*ALONE, f"--job.device={device}"], registry.DEFAULTS)
     slot = resolve(tree, 1).slots["checkpoint"]
     if not {"folder", "init_from"} <= set(type(slot.config).model_fields):

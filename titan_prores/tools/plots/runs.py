@@ -133,11 +133,11 @@ def load_run(path: Path, label: str | None = None) -> Run:
     folder = RunFolder(path, is_main=False)
     for file in (folder.metrics_file, folder.recipe_file):
         if not file.is_file():
-            raise ConfigError("RUN", f"is no run folder: there is no {file.name} in it", value=str(path))
+            raise ConfigError("RUN", f"not a run folder: it has no {file.name} in it", value=str(path))
     try:
         recipe = tomllib.loads(folder.recipe_file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("", f"{folder.recipe_file} is no TOML: {error}") from None
+        raise ConfigError("", f"{folder.recipe_file} is not valid TOML: {error}") from None
     if not (columns := packed.columns(read_rows(folder.metrics_file))):
         raise ConfigError("", f"{folder.metrics_file} has no rows")
     return Run(label or path.resolve().name, path, columns, recipe)
@@ -213,7 +213,7 @@ SHARE = 0.05  # of a run that an average may look back over
 
 
 def fitting_decay(lengths: Iterable[int]) -> float:
-    """Decay of a moving average for runs of so many values.
+    """Decay of a moving average for runs of this many values.
 
     An average over the last 1 / (1 - decay) values stands that far behind a falling loss: 0.99 on a run of 80 steps is
     nearly the mean of the whole run. So it looks back over a twentieth of the longest run, and over 100 values at most.

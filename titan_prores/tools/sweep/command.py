@@ -84,13 +84,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
     return int(text)
 
 
 def _seeds(text: str) -> list[int]:
     if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text} is no list of seeds such as 0,1,2")
+        raise argparse.ArgumentTypeError(f"{text} is not a list of seeds such as 0,1,2")
     return [int(part) for part in text.split(",")]
 
 

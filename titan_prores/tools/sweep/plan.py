@@ -257,7 +257,7 @@ class Sweep:
         if {"key", "values"} == set(table) and not isinstance(table["key"], Mapping):
             key, values = table["key"], table["values"]
             if not isinstance(key, str) or split_key(key) is None:
-                self._refuse(f"axes.{name}.key", "is no key of a recipe", value=key, allowed="such as optimizer.lr")
+                self._refuse(f"axes.{name}.key", "not a key of a recipe", value=key, allowed="such as optimizer.lr")
             elif not isinstance(values, (list, tuple)) or not values:
                 self._refuse(f"axes.{name}.values", "must be a list of values", value=values)
             else:
@@ -319,7 +319,7 @@ class Sweep:
         if axis in self.axes or axis == SEED:
             return True
         known = [*self.axes, SEED]
-        self._refuse(key, "is no axis of this sweep", value=axis, allowed=known, nearest=nearest(axis, known))
+        self._refuse(key, "unknown axis of this sweep", value=axis, allowed=known, nearest=nearest(axis, known))
         return False
 
     def _label(self, key: str, axis: str, value: Any) -> str:
@@ -327,11 +327,11 @@ class Sweep:
         text = label(value)
         if axis == SEED:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                self._refuse(key, "is no seed", value=value, allowed="an int from 0")
+                self._refuse(key, "not a valid seed", value=value, allowed="an int from 0")
         elif self._known_axis(key, axis) and text not in self.axes[axis]:
             known = list(self.axes[axis])
             self._refuse(
-                key, f"is no value of the axis {axis}", value=value, allowed=known, nearest=nearest(text, known)
+                key, f"not a value of the axis {axis}", value=value, allowed=known, nearest=nearest(text, known)
             )
         return text
 
@@ -357,7 +357,9 @@ class Sweep:
         source, per = table.get("best_of"), table.get("per", ())
         earlier = self.grids.get(source) if isinstance(source, str) else None
         if set(table) - {"best_of", "per"} or not isinstance(source, str) or not isinstance(per, (list, tuple)):
-            self._refuse(key, "is no choice of the best", value=table, allowed='{ best_of = "<grid>", per = [axes] }')
+            self._refuse(
+                key, "not a valid choice of the best", value=table, allowed='{ best_of = "<grid>", per = [axes] }'
+            )
         elif earlier is None:
             self._refuse(key, "there is no earlier grid of this name", value=source, allowed=list(self.grids) or None)
         elif any(isinstance(values, BestOf) for values in earlier.values()):
@@ -466,7 +468,7 @@ class Sweep:
                 or as tables call them. None at all means every run.
 
         Raises:
-            ConfigError: there is no such axis or value, or no run has all of these values.
+            ConfigError: there unknown axis or value, or no run has all of these values.
         """
         exact = {name: run.name for run in runs for name in (self.title(run), run.name)}
         wanted = [self._values(name) for name in names if name not in exact]
@@ -611,7 +613,9 @@ def from_arguments(
     for text in axes:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise ConfigErrors([ConfigError("--axis", "is no axis", value=text, allowed="section.key=value,value")])
+            raise ConfigErrors(
+                [ConfigError("--axis", "not a valid axis", value=text, allowed="section.key=value,value")]
+            )
         try:
             parsed = sources.parse_override(f"--values=[{values}]").values["values"]
         except ConfigError:  # words without quotes
@@ -625,7 +629,7 @@ def from_arguments(
         values = tree.values["axes"].get(pair, {}).get("values", [])
         if len(values) != 2:
             allowed = "the key of an --axis with two values, without and with"
-            raise ConfigErrors([ConfigError("--pair", "is no such axis", value=pair, allowed=allowed)])
+            raise ConfigErrors([ConfigError("--pair", "unknown axis", value=pair, allowed=allowed)])
         tree.values["pair"] = {"axis": pair, "baseline": label(values[0]), "treatment": label(values[1])}
     return _typed(tree, None)
 

@@ -115,7 +115,7 @@ def series(folder: Path, keys: Sequence[str]) -> packed.Columns:
 def changed(before: Mapping[str, Any], now: Recipe) -> list[str]:
     """What differs between the settings of a result and those of a run.
 
-    A key that one of them lacks has its default there, and one that this version has no more is passed over, so that a
+    A key that one of them lacks has its default there, and one that this version no longer has is skipped, so that a
     result outlives a new version. Settings of what is off in both are free. So are those that a resumed run may change
     in a section that must stay the same, such as loader workers: they change nothing about what is learned.
     """
@@ -177,7 +177,7 @@ def look(
         return result
     else:
         result.state = "finished"
-    for key in ("loss", "tokens"):  # the row of a batch that was passed over has no loss
+    for key in ("loss", "tokens"):  # the row of a skipped batch has no loss
         if found := [row[key] for row in steps if key in row]:
             result.final[key] = _rounded(float(found[-1]))
     last = next((row for row in reversed(rows) if metric in row), {})

@@ -87,7 +87,7 @@ class Book:
         return result
 
     def _as_asked_now(self, run: Run, result: Result) -> None:
-        """Judge a kept result as the sweep does now; a metric that nobody had asked for comes from the run folder."""
+        """Judge a kept result as the sweep does now; a metric that is new comes from the run folder."""
         file = self.sweep.file
         if result.state == "finished" and file.metric not in result.final:
             result.final |= self.look(run).final
