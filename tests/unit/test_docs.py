@@ -14,10 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.test_imports import RANKS
 from titan_prores import cli
 from titan_prores.config import command_line, registry, sources
+from titan_prores.config.engine_sections import ENGINE_SECTIONS, SECTIONS
 from titan_prores.config.errors import ConfigError, ConfigErrors
+from titan_prores.config.kinds import KINDS
 from titan_prores.config.recipe import Recipe
+from titan_prores.config.renamed_keys import RENAMED_KEYS
 from titan_prores.config.resolve_recipe import resolve
 from titan_prores.prores import ProRes, ResidualAdd, Schedule
 from titan_prores.tools import benchmark, checkpoint, gpu_check, launch
@@ -47,7 +51,8 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for of, block in found if of == language]
 
 
 def each(pages: list[Path], language: str) -> list:
@@ -370,6 +375,60 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_the_readme_is_short() -> None:
     text = README.read_bytes()
     assert len(text) <= 12_000 and len(text.splitlines()) <= 200
+
+
+FILES = (".py", ".toml", ".json", ".jsonl", ".model", ".gz")  # names of files look like keys
+
+
+def known_keys() -> set[str]:
+    """Keys of recipes and names of components, dotted, and each part of a key that is a table."""
+    keys = {f"{section}.{key}" for section, declared in ENGINE_SECTIONS.items() for key in declared.model_fields}
+    for kind, declared in KINDS.items():
+        for component in registry.names(kind):
+            table = declared.section if declared.section and not declared.many else f"{declared.section}.{component}"
+            fields = registry.lookup(kind, component).Config.model_fields
+            keys |= {f"{kind}.{component}", table, *(f"{table}.{key}" for key in ("name", "enabled", *fields))}
+    return keys
+
+
+def test_keys_in_the_text_exist() -> None:
+    known = known_keys()
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue  # has those that were
+        for text in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)):
+            found = re.fullmatch(r"(?:--)?(([a-z_]+)\.[a-z][\w.-]*\w)(?: = .+|=.*)?", text)
+            if found and found[2] in {*SECTIONS, *KINDS} and Path(found[1]).suffix not in FILES:
+                assert found[1] in known, f"{name(page)}: {text}"
+
+
+def test_the_changelog_has_every_renamed_key() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert all(f"| `{old}` | `{new}` |" in text for old, new in RENAMED_KEYS.items())
+
+
+def test_the_rooms_are_named() -> None:
+    """In the README's tree all of them, in CONTRIBUTING in the order in which they import each other."""
+    [tree] = [block for block in blocks(README, "") if block.startswith("titan_prores/")]
+    rooms = {path.parent.name for path in (REPOSITORY / "titan_prores").glob("*/__init__.py") if path.parent.is_dir()}
+    assert set(re.findall(r"^  (\w+)/ ", tree, re.M)) == rooms - {"components"}
+    folders = re.findall(r"^(\w+)/ ", tree, re.M)
+    assert all((REPOSITORY / folder).is_dir() for folder in folders) and len(folders) == 6
+    table = (
+        (REPOSITORY / "CONTRIBUTING.md")
+        .read_text()
+        .split("| rooms | what they hold |\n|---|---|\n")[1]
+        .split("\n\n")[0]
+    )
+    ranks = [set(re.findall(r"`(\w+)(?:\.py)?`", row.split(" | ")[0])) for row in table.splitlines()]
+    assert ranks == [rank for rank in RANKS if rank != {"__main__"}]
+
+
+def test_words_have_one_meaning() -> None:
+    words = re.findall(
+        r"^\| ([\w -]+) \| .+ \|$", (REPOSITORY / "CONTRIBUTING.md").read_text().split("## Glossary")[1], re.M
+    )
+    assert words[0] == "word" and len(words) > 30 and words[1:] == sorted(set(words[1:]))
 
 
 def defined(tests: Path) -> set[str]:
