@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "speed": ("debug", "debug"),
         "largest": ("7B", "debug"),
         "pairs": 6,
-        "shape": ["--model.vocab_size=512", "--training.seq_len=32", "--transforms.compile.backend=aot_eager"],
+        "shape": ["--model.vocab_size=512", "--training.seq_len=32", "--transforms.compile.backend=eager"],
         "batch": 2,
         "matmul": 128,
     },
