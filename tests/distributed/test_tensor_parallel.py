@@ -50,6 +50,7 @@ VARIANTS = {
 
 
 QUICK = ("pre-prores", "sandwich", "frozen", "adapters", "scaled-tied")
+THREE_AXES = ("pre-prores", "frozen", "scaled-tied")
 
 
 def train_variants(
@@ -121,7 +122,7 @@ def test_every_variant_under_fsdp2_equals_one_process(folder: Path, whole_refere
 
 @pytest.mark.timeout(600)
 def test_three_axes_equal_one_process(folder: Path, reference: dict[str, Any]) -> None:
-    assert_same_runs("hsdp2x1xtp2", folder, reference)
+    assert_same_runs("hsdp2x1xtp2", folder, {name: reference[name] for name in THREE_AXES})
 
 
 class UnsummedNorm(ParallelStyle):

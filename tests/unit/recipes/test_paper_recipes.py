@@ -432,7 +432,8 @@ def test_the_readme_s_table_3_adds_up() -> None:
 
 CHECKED = {f"paper/{size}": size for size in ("71m", "130m", "350m", "1.3b", "3b")} | {"llama_7b": "7b"}
 WITH_PRORES = "--transforms.prores.enabled=true"
-CELLS = [(name, size) for name in CHECKED for size in (8, 64)]
+# On 8 ranks each holds most; on 64 too the smallest, which has least to spread, and the largest.
+CELLS = [*((name, 8) for name in CHECKED), ("paper/71m", 64), ("llama_7b", 64)]
 
 
 @pytest.mark.parametrize(
