@@ -61,11 +61,11 @@ from .output.rows import read_rows as read_rows
 from .output.run_folder import RunFolder as RunFolder
 from .output.spike_score import SpikeScore as SpikeScore
 from .prores.adaptive import AdaptiveSchedule as AdaptiveSchedule
+from .prores.fixed import Schedule as Schedule
 from .prores.learned import LearnedSchedule as LearnedSchedule
 from .prores.residual import ResidualAdd as ResidualAdd
 from .prores.residual import ScaledResidualAdd as ScaledResidualAdd
 from .prores.rewrite import ProRes as ProRes
-from .prores.schedules import Schedule as Schedule
 from .protocols.batch import IGNORED_LABEL as IGNORED_LABEL
 from .protocols.checkpoint import Checkpointer as Checkpointer
 from .protocols.checkpoint import CheckpointSection as CheckpointSection

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from pydantic import model_validator
 
 from titan_prores import AdaptiveSchedule, Section, register, setting
@@ -45,9 +44,6 @@ class Adaptive(AdaptiveSchedule):
 
     def __init__(self, config: Config, *, n_layers: int) -> None:
         super().__init__(n_layers, **config.model_dump())
-
-    def alpha(self, step: int) -> np.ndarray:
-        return self(step)
 
     def describe(self) -> str:
         least, most = ((self.n_layers - 1) * steps + self.warmup_steps for steps in (self.min_steps, self.max_steps))

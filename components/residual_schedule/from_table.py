@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from titan_prores import ConfigError, ReadPath, Section, counted, register, setting
 from titan_prores.prores import table
 
 
 @register("residual_schedule", "from_table")
-class FromTable:
+class FromTable(table.TableSchedule):
     """alpha from a CSV file of breakpoints, straight lines between them, constant outside."""
 
     class Config(Section):
@@ -36,19 +34,17 @@ class FromTable:
     def __init__(self, config: Config, *, n_layers: int) -> None:
         try:
             content = table.read(config.path)
-            self._table = table.TableSchedule.parse(content)
+            parsed = table.TableSchedule.parse(content)
         except ValueError as error:
             raise ConfigError("path", str(error), value=config.path) from None
         if (found := table.digest(content)) != config.sha256:
             raise ConfigError("sha256", f"{config.path} has another: {found}", value=config.sha256)
-        if self._table.n_layers != n_layers:
-            layers = counted(self._table.n_layers, "layer")
+        if parsed.n_layers != n_layers:
+            layers = counted(parsed.n_layers, "layer")
             raise ConfigError("path", f"its table is for {layers}, the model has {n_layers}", value=config.path)
+        super().__init__(parsed.steps, parsed.alphas)
         self._path = config.path
 
-    def alpha(self, step: int) -> np.ndarray:
-        return self._table(step)
-
     def describe(self) -> str:
-        first, last = self._table.steps[[0, -1]].astype(int)
-        return f"{counted(len(self._table.steps), 'breakpoint')} of {self._path}, steps {first} to {last}"
+        first, last = self.steps[[0, -1]].astype(int)
+        return f"{counted(len(self.steps), 'breakpoint')} of {self._path}, steps {first} to {last}"

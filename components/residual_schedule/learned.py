@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
-
 from titan_prores import LearnedSchedule, Section, counted, register, setting
 
 
@@ -31,9 +29,6 @@ class Learned(LearnedSchedule):
     def __init__(self, config: Config, *, n_layers: int) -> None:
         super().__init__(n_layers, start=config.start, depth=config.depth, monotone=config.monotone)
         self.config, self.lr = config, config.lr
-
-    def alpha(self, step: int) -> np.ndarray:
-        return self(step)
 
     def describe(self) -> str:
         c = self.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from pydantic import model_validator
 
 from titan_prores import Schedule, Section, register, setting
@@ -26,14 +25,11 @@ def _component(name: str) -> type:
             check_length(name, self.T, self.total)
             return self
 
-    class PaperSchedule:
+    class PaperSchedule(Schedule):
         Config = Length if SCHEDULES[name].stages else Constant
 
         def __init__(self, config: Section, *, n_layers: int) -> None:
-            self._schedule = Schedule(name, n_layers, **config.model_dump())
-
-        def alpha(self, step: int) -> np.ndarray:
-            return self._schedule(step)
+            super().__init__(name, n_layers, **config.model_dump())
 
     PaperSchedule.__doc__ = SCHEDULES[name].summary
     PaperSchedule.__qualname__ = f"PaperSchedule[{name}]"

@@ -22,7 +22,7 @@ from titan_prores import (
     setting,
     slot,
 )
-from titan_prores.prores import SCHEDULE_NAME, LearnedSchedule, ProRes
+from titan_prores.prores import SCHEDULE_NAME, ProRes, as_schedule
 
 WARM = 2**50  # a step after every warmup, and one that float64 still counts
 
@@ -60,14 +60,14 @@ class ProResTransform(Transform):
     start_key = "start"
 
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
-        self.schedule = self.config.residual_schedule.build(n_layers=len(model.layers))
+        self.schedule = as_schedule(self.config.residual_schedule.build(n_layers=len(model.layers)))
         # A user's own schedule shows its faults here rather than at its first step.
         values = self.schedule.alpha(0)
         if values.shape != (len(model.layers),):
             raise ValueError(
                 f"{self.config.residual_schedule.name}.alpha(0) has shape {values.shape}, not [{len(model.layers)}]"
             )
-        if isinstance(self.schedule, LearnedSchedule) and self.config.first_step:
+        if self.schedule.trained and self.config.first_step:
             raise ConfigError(
                 "start",
                 "alpha of this schedule comes from its logits, and not from a step",
@@ -79,13 +79,13 @@ class ProResTransform(Transform):
 
     def start_matters(self) -> bool:
         # The logits of a learned one are weights: they come with the others, or init_from_missing names them.
-        if isinstance(self.schedule, LearnedSchedule):
+        if self.schedule.trained:
             return False
         first, *later = (self._alpha(step) for step in (0, *range(1, 100), *_POWERS))
         return first is None or any(alpha is None or not np.array_equal(first, alpha) for alpha in later)
 
     def leaves_model_as_it_is(self, step: int) -> bool:
-        if isinstance(self.schedule, LearnedSchedule):
+        if self.schedule.trained:
             return False
         step += self.config.first_step
         later = (self._alpha(step + after) for after in (0, *_POWERS))
@@ -99,9 +99,7 @@ class ProResTransform(Transform):
             return None
 
     def apply(self, model: nn.Module, facts: Facts) -> None:
-        # One that can do more than say alpha can be called itself (see `protocols.ResidualSchedule`).
-        schedule = self.schedule if callable(self.schedule) else self.schedule.alpha
-        self.prores = ProRes(model, schedule, mesh=facts.mesh.device_mesh)
+        self.prores = ProRes(model, self.schedule, mesh=facts.mesh.device_mesh)
 
     def verify(self, model: nn.Module, facts: Facts) -> None:
         scaled = sum(isinstance(module, ScaledResidualAdd) for module in model.modules())
@@ -111,9 +109,9 @@ class ProResTransform(Transform):
     def describe(self) -> str:
         schedule = self.config.residual_schedule
         settings = schedule.config.model_dump().items()
-        length = ", ".join(f"{key} = {value:g}" for key, value in settings if isinstance(value, (int, float)))
-        if hasattr(self.schedule, "describe"):
-            length = self.schedule.describe()
+        length = self.schedule.describe() or ", ".join(
+            f"{key} = {value:g}" for key, value in settings if isinstance(value, (int, float))
+        )
         start = {None: "", "fresh": "", "warm": ", warm from the start"}.get(
             self.config.start, f", from step {self.config.start} on"
         )
@@ -135,17 +133,16 @@ class ProResTransform(Transform):
         self.prores.after_backward()
 
     def state(self) -> dict[str, Any]:
-        return self.schedule.state() if hasattr(self.schedule, "state") else {}
+        return self.schedule.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if hasattr(self.schedule, "load_state"):
-            self.schedule.load_state(state)
+        self.schedule.load_state(state)
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         alpha = self.prores.values
         row: dict[str, Any] = {"alpha_min": float(alpha.min()), "alpha_max": float(alpha.max())}
         if detailed and self.config.log_alpha:
             row["alpha"] = alpha.tolist()
-        if detailed and hasattr(self.schedule, "row"):
+        if detailed:
             row |= self.schedule.row(step + self.config.first_step)
         return row

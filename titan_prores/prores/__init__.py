@@ -16,10 +16,11 @@ Nothing here knows recipes, tensor parallelism, FSDP or float8.
 
 from titan_prores.prores.adaptive import AdaptiveSchedule
 from titan_prores.prores.alpha import AlphaVector
+from titan_prores.prores.fixed import SCHEDULES, Schedule, check_length
 from titan_prores.prores.learned import LearnedSchedule
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
 from titan_prores.prores.rewrite import SCHEDULE_NAME, AlphaMovedError, GradientLeftError, ProRes
-from titan_prores.prores.schedules import SCHEDULES, Schedule, check_length
+from titan_prores.prores.schedule import ResidualSchedule, as_schedule
 from titan_prores.prores.table import TableSchedule
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "LearnedSchedule",
     "ProRes",
     "ResidualAdd",
+    "ResidualSchedule",
     "ScaledResidualAdd",
     "Schedule",
     "TableSchedule",
+    "as_schedule",
     "check_length",
 ]

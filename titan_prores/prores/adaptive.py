@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from titan_prores.prores.schedule import ResidualSchedule
 
-class AdaptiveSchedule:
+
+class AdaptiveSchedule(ResidualSchedule):
     """One layer after another; how long each waits for the one before is measured.
 
     Layer 1 begins at step 0, and alpha of a layer that has begun at step b is
@@ -42,6 +44,8 @@ class AdaptiveSchedule:
     Raises:
         ValueError: one of these is out of its range.
     """
+
+    watches_layers = True
 
     def __init__(
         self,
@@ -80,8 +84,7 @@ class AdaptiveSchedule:
             begun.append(begun[-1] + self.max_steps)
         return begun
 
-    def __call__(self, step: int) -> np.ndarray:
-        """alpha after `step` completed updates, shape [n_layers], float64."""
+    def alpha(self, step: int) -> np.ndarray:
         if step < 0:
             raise ValueError(f"step = {step}: the first forward pass has step 0")
         progress = np.zeros(self.n_layers)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from titan_prores.prores.placement import replicated
 from titan_prores.prores.residual import ScaledResidualAdd
 
 if TYPE_CHECKING:
@@ -73,11 +74,7 @@ class AlphaVector(nn.Module):
     @property
     def tensor(self) -> torch.Tensor:
         """alpha as a tensor of shape [L], fp32: a DTensor replicated over the mesh where there is one."""
-        if self.mesh is None:
-            return self._local
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(self._local, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        return replicated(self._local, self.mesh)
 
     @torch.no_grad()
     def set(self, values: np.ndarray | torch.Tensor) -> None:

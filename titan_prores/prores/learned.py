@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from titan_prores.prores.placement import local, replicated
+from titan_prores.prores.schedule import ResidualSchedule
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,8 +23,8 @@ STARTS: dict[str, Callable[[float, np.ndarray, int], np.ndarray]] = {
 }
 
 
-class LearnedSchedule:
-    """What a trained alpha starts from, and how logits become alpha. `ProRes` makes and holds the logits.
+class LearnedSchedule(ResidualSchedule):
+    """alpha = sigmoid(logit), one trained logit per layer, which `ProRes` makes and holds.
 
     Args:
         n_layers: L.
@@ -45,17 +48,11 @@ class LearnedSchedule:
         self.n_layers, self.monotone = n_layers, monotone
         self._start = STARTS[depth](start, np.arange(1, n_layers + 1, dtype=np.float64), n_layers)
 
-    def __call__(self, step: int) -> np.ndarray:
-        """alpha before any training, shape [n_layers], float64, whatever the step."""
+    def alpha(self, step: int) -> np.ndarray:
         return self._start.copy()
 
     def initial_logits(self) -> np.ndarray:
-        """The logits of that alpha, shape [n_layers], float64."""
         return np.log(self._start) - np.log1p(-self._start)
-
-    def alpha_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """alpha, shape [L], as a differentiable function of the logits."""
-        return torch.sigmoid(logits)
 
     def penalty(self, alpha: torch.Tensor) -> torch.Tensor:
         """monotone * sum over l of max(alpha_{l+1} - alpha_l, 0)^2: what a deeper layer is ahead of a shallower one."""
@@ -66,16 +63,18 @@ class AlphaLogits(nn.Module):
     """The logits as a parameter of the model, fp32 whatever the model is cast to.
 
     Args:
-        schedule: says what they start from.
+        schedule: how logits become alpha.
+        initial: the logits before any training, shape [L].
         device: where they are.
         mesh: mesh over which they are replicated, as a DTensor; None makes them a plain tensor.
     """
 
-    def __init__(self, schedule: LearnedSchedule, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, schedule: ResidualSchedule, initial: np.ndarray, device: torch.device, mesh: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
-        self.schedule = schedule
-        logits = torch.empty(schedule.n_layers, device=device)
-        self.logits = nn.Parameter(_placed(logits, mesh))
+        self.schedule, self.initial = schedule, initial
+        self.logits = nn.Parameter(replicated(torch.empty(len(initial), device=device), mesh))
         if device.type != "meta":
             self.reset_parameters()
 
@@ -86,13 +85,12 @@ class AlphaLogits(nn.Module):
 
     def fill(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> None:
         """The same for a tensor of shape [L], in place. Nothing is drawn."""
-        tensor.copy_(torch.from_numpy(self.schedule.initial_logits()))
+        tensor.copy_(torch.from_numpy(self.initial))
 
     @property
     def local(self) -> torch.Tensor:
         """The logits as a plain tensor, shape [L], sharing the parameter's storage."""
-        data = self.logits.detach()
-        return data.to_local() if hasattr(data, "to_local") else data
+        return local(self.logits)
 
     def set_gradient(self, alpha_gradient: torch.Tensor) -> None:
         """Give the logits their gradient, the penalty's included.
@@ -106,7 +104,7 @@ class AlphaLogits(nn.Module):
             # Linear in alpha, so that its gradient is the loss's own, by the chain rule.
             surrogate = (alpha * alpha_gradient.to(alpha)).sum() + self.schedule.penalty(alpha)
             (gradient,) = torch.autograd.grad(surrogate, logits)
-        self.logits.grad = _placed(gradient, getattr(self.logits, "device_mesh", None))
+        self.logits.grad = replicated(gradient, getattr(self.logits, "device_mesh", None))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AlphaLogits:
         def keeping_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,13 +118,4 @@ class AlphaLogits(nn.Module):
         return x
 
     def extra_repr(self) -> str:
-        return f"n_layers={self.schedule.n_layers}"
-
-
-def _placed(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """The same on every rank of the mesh, as a DTensor where there is one."""
-    if mesh is None:
-        return tensor
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return f"n_layers={len(self.initial)}"

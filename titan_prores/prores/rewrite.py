@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from titan_prores.prores.alpha import AlphaVector
 from titan_prores.prores.learned import AlphaLogits
+from titan_prores.prores.placement import local
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
+from titan_prores.prores.schedule import ResidualSchedule, as_schedule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,9 +47,9 @@ class ProRes:
 
     Args:
         model: changed in place. Rewrite it before it is compiled, sharded or wrapped.
-        schedule: step -> alpha of every layer, shape [L], such as `Schedule("linear", L, T=1000)`. One with `alpha_of`
-            is trained, as `LearnedSchedule` is: the model gets a parameter `prores_schedule.logits`. One with `observe`
-            watches the layers, as `AdaptiveSchedule` does. Both need `after_backward`.
+        schedule: such as `Schedule("linear", L, T=1000)`; or a function step -> alpha of every layer, shape [L]. With a
+            trained one, such as `LearnedSchedule`, the model gets a parameter `prores_schedule.logits`; one that
+            watches the layers, such as `AdaptiveSchedule`, measures them by hooks. Both need `after_backward`.
         layers: the blocks, shallowest first; `model.layers` when not given. All adds of one block share its alpha.
         mesh: device mesh of the run, for alpha as a replicated DTensor, and to sum over what each rank has seen of a
             trained schedule's gradient or of what one observes.
@@ -63,22 +65,23 @@ class ProRes:
     def __init__(
         self,
         model: nn.Module,
-        schedule: Callable[[int], np.ndarray],
+        schedule: ResidualSchedule | Callable[[int], np.ndarray],
         *,
         layers: Iterable[nn.Module] | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         layers = list(model.layers if layers is None else layers)
-        if hasattr(model, ALPHA_NAME):
+        if ALPHA_NAME in dict(model.named_children()):
             raise ValueError("this model's residual adds are scaled already")
-        if len(schedule(0)) != len(layers):
-            raise ValueError(f"the schedule is for {len(schedule(0))} layers, the model has {len(layers)}")
-        self.schedule = schedule
+        self.schedule = as_schedule(schedule)
+        if (n_layers := len(self.schedule.alpha(0))) != len(layers):
+            raise ValueError(f"the schedule is for {n_layers} layers, the model has {len(layers)}")
         self.step: int | None = None
         adds = _replace_adds(model, layers)
         self.n_adds = sum(map(len, adds))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.trained = AlphaLogits(schedule, device, mesh) if hasattr(schedule, "alpha_of") else None
+        initial = self.schedule.initial_logits()
+        self.trained = None if initial is None else AlphaLogits(self.schedule, initial, device, mesh)
         self.alpha = AlphaVector(adds, device, mesh, trained=self.trained is not None)
         model.add_module(ALPHA_NAME, self.alpha)
         if self.trained is not None:
@@ -88,7 +91,7 @@ class ProRes:
         for module in (model, *layers):
             module.register_forward_hook(self._after_forward)
         self._measuring = False  # whether the update that `set_step` began is one to be observed
-        if hasattr(schedule, "observe"):
+        if self.schedule.watches_layers:
             for number, layer in enumerate(layers):
                 layer.register_forward_hook(partial(self._measure, number))
 
@@ -122,12 +125,12 @@ class ProRes:
             with torch.no_grad():
                 self.alpha.set(self.schedule.alpha_of(self.trained.local))
         else:
-            values = np.asarray(self.schedule(step))
+            values = np.asarray(self.schedule.alpha(step))
             if not np.isfinite(values).all():
                 raise ValueError(f"the schedule gives alpha = {values.tolist()} at step {step}")
             self.alpha.set(values)
         self.step = step
-        self._measuring = hasattr(self.schedule, "observe") and self.schedule.measures(step)
+        self._measuring = self.schedule.measures(step)
         if self._measuring:
             n_layers = len(self.alpha.adds)
             # Of each layer: how far it turned the vectors of tokens, summed up, and their number.
@@ -168,7 +171,7 @@ class ProRes:
                 f"layer {number + 1}: an adaptive schedule compares a layer's first positional argument with its first "
                 "output, which must be two tensors of one shape"
             )
-        given, put_out = _local(given), _local(put_out)
+        given, put_out = local(given), local(put_out)
         dtype = torch.promote_types(put_out.dtype, torch.float32)
         turned = (normalize(put_out.to(dtype), dim=-1) - normalize(given.to(dtype), dim=-1)).norm(dim=-1)
         self._turned[0, number] += turned.sum(dtype=torch.float64)
@@ -203,12 +206,6 @@ class ProRes:
             # The node's metadata keeps `graph` alive exactly as long as autograd keeps the node.
             tensor.grad_fn.metadata["prores_graph"] = graph
             tensor.register_hook(backward_begins)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank has, without its graph."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _replace_adds(model: nn.Module, layers: list[nn.Module]) -> list[list[ScaledResidualAdd]]:

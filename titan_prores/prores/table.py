@@ -21,11 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_prores.prores.schedule import ResidualSchedule
+
 # Larger ones could not be told apart as float64.
 LAST_STEP = 2**53
 
 
-class TableSchedule:
+class TableSchedule(ResidualSchedule):
     """alpha of every layer, piecewise linear in the step, constant outside of the table.
 
     Args:
@@ -44,8 +46,8 @@ class TableSchedule:
         if (np.diff(self.steps) <= 0).any():
             raise ValueError("the steps of a table must ascend")
 
-    @classmethod
-    def parse(cls, content: bytes) -> TableSchedule:
+    @staticmethod
+    def parse(content: bytes) -> TableSchedule:
         """A schedule from the bytes of a CSV file.
 
         Raises:
@@ -77,15 +79,14 @@ class TableSchedule:
             raise ValueError(f"line {reader.line_num}: {error}") from None
         if not steps:
             raise ValueError("there is no breakpoint (allowed: a header step,alpha_1,... and a line for each of them)")
-        return cls(steps, np.array(alphas))
+        return TableSchedule(steps, np.array(alphas))
 
     @property
     def n_layers(self) -> int:
         """Layers that the table is for."""
         return self.alphas.shape[1]
 
-    def __call__(self, step: int) -> np.ndarray:
-        """alpha after `step` completed updates, shape [n_layers], float64."""
+    def alpha(self, step: int) -> np.ndarray:
         if step < 0:
             raise ValueError(f"step = {step}: the first forward pass has step 0")
         return np.array([np.interp(step, self.steps, column) for column in self.alphas.T])

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import inspect
 
 from titan_prores.config.contracts import optional
 from titan_prores.config.sections import Section
-
-if TYPE_CHECKING:
-    import numpy as np
+from titan_prores.prores import schedule
 
 
-class ResidualSchedule(Protocol):
-    """alpha(l, t) of Progressive Residual Warmup, a pure function of the number of completed updates.
+class ResidualSchedule(schedule.ResidualSchedule):
+    """A residual schedule with settings. A subclass defines `alpha`, and `Config`, a Section.
 
-    One that does more derives from a class of `titan_prores.prores` as well, with `alpha` as its `__call__`:
-    `LearnedSchedule`, whose alpha is trained, and which has the peak learning rate of its logits as `lr`; or
-    `AdaptiveSchedule`, which watches the layers, and whose alpha depends on what it was told, its `state()`, too.
+    A component may also derive from a schedule of `titan_prores.prores`, such as `LearnedSchedule`, or, where it has no
+    more than `alpha(step)`, from nothing.
+
+    Attributes:
+        config: the settings.
+        n_layers: number of layers, L.
     """
 
-    def __init__(self, config: Section, *, n_layers: int) -> None: ...
+    def __init__(self, config: Section, *, n_layers: int) -> None:
+        self.config, self.n_layers = config, n_layers
 
-    def alpha(self, step: int) -> np.ndarray:
-        """Shape [n_layers], float64; entry l-1 belongs to layer l (1 = shallowest). `step` >= 0."""
 
-    @optional
-    def describe(self) -> str:
-        """One line that --check and the log show instead of the settings."""
+for _name, _hook in vars(schedule.ResidualSchedule).items():
+    if inspect.isfunction(_hook) and _name != "alpha":
+        optional(_hook)

@@ -25,7 +25,7 @@ from titan_prores.config.resolve import resolve_part
 from titan_prores.config.resolve_recipe import resolve
 from titan_prores.config.sources import Tree
 from titan_prores.dry_run.report import report
-from titan_prores.prores import ProRes, Schedule
+from titan_prores.prores import ProRes, Schedule, as_schedule
 
 REPOSITORY = Path(__file__).parents[3]
 L = 4
@@ -138,7 +138,7 @@ def test_loss_and_every_gradient_against_the_equation(norm: str, alphas: str) ->
     alpha, step = np.ones(L), 17
     if schedule := ALPHAS[alphas]:
         ProRes(model, schedule).set_step(step)
-        alpha = np.float32(schedule(step))
+        alpha = np.float32(as_schedule(schedule).alpha(step))
     found = loss_of(model(tokens()))
     config = model.config
     expected = loss_of(reference(norm, weights, tokens(), alpha, config.norm_eps, config.rope_theta))

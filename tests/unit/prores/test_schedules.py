@@ -66,10 +66,10 @@ def test_residual_schedule_by_hand(name: str) -> None:
 @pytest.mark.parametrize("total", [1, 100, 479, 12000])
 def test_every_layer_is_at_one_at_total_and_not_before(name: str, n_layers: int, total: int) -> None:
     schedule = Schedule(name, n_layers, total=total)
-    assert schedule(total).astype(np.float32).tolist() == [1.0] * n_layers
+    assert schedule.alpha(total).astype(np.float32).tolist() == [1.0] * n_layers
     assert schedule.total_steps == total
     if total > n_layers > 1:  # with one layer a floor of 1/L is no warmup
-        assert schedule(total - 1).min() < 1
+        assert schedule.alpha(total - 1).min() < 1
 
 
 def test_reference_total_agrees_when_depth_divides_it() -> None:
@@ -77,7 +77,9 @@ def test_reference_total_agrees_when_depth_divides_it() -> None:
     W, L = 24000, 24
     lengths = np.linspace(W // L, W, L)
     for step in (1, 999, 12345, W):
-        np.testing.assert_allclose(Schedule("linear", L, total=W)(step), np.minimum(step / lengths, 1), rtol=1e-12)
+        np.testing.assert_allclose(
+            Schedule("linear", L, total=W).alpha(step), np.minimum(step / lengths, 1), rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize(

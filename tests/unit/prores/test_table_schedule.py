@@ -58,7 +58,7 @@ def test_by_hand(text: str, tmp_path: Path) -> None:
     for step, expected in BY_HAND.items():
         np.testing.assert_allclose(schedule.alpha(step), expected, rtol=1e-15, atol=0)
         assert schedule.alpha(step).dtype == np.float64
-    np.testing.assert_array_equal(TableSchedule.parse(text.encode())(25), schedule.alpha(25))
+    np.testing.assert_array_equal(TableSchedule.parse(text.encode()).alpha(25), schedule.alpha(25))
 
 
 def test_one_breakpoint_is_a_constant(tmp_path: Path) -> None:

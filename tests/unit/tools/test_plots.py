@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from titan_prores.config.errors import ConfigError
-from titan_prores.prores.schedules import SCHEDULES, Schedule
+from titan_prores.prores.fixed import SCHEDULES, Schedule
 from titan_prores.tools.plots import command, packed
 from titan_prores.tools.plots.runs import difference, ema, fitting_decay, load_run, load_runs
 
@@ -444,7 +444,7 @@ def test_alpha_of_schedules() -> None:
     schedule = Schedule("linear", 4, total=100)
     steps = deepest.get_xdata()
     assert steps[0] == 0 and steps[-1] == 110
-    assert deepest.get_ydata().tolist() == [schedule(int(step))[3] for step in steps]
+    assert deepest.get_ydata().tolist() == [schedule.alpha(int(step))[3] for step in steps]
     assert set(fixed.lines[0].get_ydata()) == {0.25} and list(fixed.lines[0].get_xdata()) == list(steps)
     assert len([axis for axis in draw("alpha").axes if axis.get_title()]) == len(SCHEDULES)
 

@@ -233,7 +233,7 @@ def _named_alpha(
     names: Sequence[str] | None, n_layers: int, T: float | None, total: float | None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Name -> steps and alpha; all over the steps that the longest of them warms up."""
-    from titan_prores.prores.schedules import SCHEDULES, Schedule
+    from titan_prores.prores.fixed import SCHEDULES, Schedule
 
     T = 1000 if T is None and total is None else T
     built = {}
@@ -249,7 +249,7 @@ def _named_alpha(
         length = {} if SCHEDULES[name].stages is None else {"T": T, "total": total}
         built[name] = Schedule(name, n_layers, **length)
     longest = max([schedule.total_steps or 0 for schedule in built.values()]) or n_layers * (T or total)
-    return {name: _sampled(schedule, 1.1 * longest) for name, schedule in built.items()}
+    return {name: _sampled(schedule.alpha, 1.1 * longest) for name, schedule in built.items()}
 
 
 def _recipe_alpha(path: Path, overrides: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -278,9 +278,9 @@ def _n_layers(recipe: Recipe) -> int:
         return len(slot.build(vocab_size=1, seq_len=recipe.training.seq_len).layers)
 
 
-def _sampled(schedule: Callable[[int], np.ndarray], last: float) -> tuple[np.ndarray, np.ndarray]:
+def _sampled(alpha: Callable[[int], np.ndarray], last: float) -> tuple[np.ndarray, np.ndarray]:
     steps = np.unique(np.linspace(0, last, POINTS).round().astype(int))
-    return steps, np.stack([schedule(int(step)) for step in steps])
+    return steps, np.stack([alpha(int(step)) for step in steps])
 
 
 def loss(options: argparse.Namespace) -> Figure:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_prores.prores.schedule import ResidualSchedule
+
 # (p, l, L) -> alpha, with l the vector 1..L of float64.
 Formula = Callable[[float, np.ndarray, int], np.ndarray]
 
@@ -81,7 +83,7 @@ SCHEDULES: dict[str, Warmup] = {
 }
 
 
-class Schedule:
+class Schedule(ResidualSchedule):
     """alpha of every layer as a pure function of the step.
 
     Args:
@@ -112,8 +114,7 @@ class Schedule:
         """Updates until every layer is at 1; None for a constant schedule."""
         return self._total
 
-    def __call__(self, step: int) -> np.ndarray:
-        """alpha after `step` completed updates, shape [n_layers], float64."""
+    def alpha(self, step: int) -> np.ndarray:
         if step < 0:
             raise ValueError(f"step = {step}: the first forward pass has step 0")
         p = step * self._stages / self._total if self._total is not None else 0.0
