@@ -97,9 +97,11 @@ def test_data_parallel_ranks_compute_the_same_casts(replicas: int, folder: Path,
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel_ranks_compute_the_same_casts(ranks: int, folder: Path, reference: dict[str, Any]) -> None:
     """With 4 ranks under FSDP2 as well, which gathers in float8 what tp has split."""
-    runs = run_ranks(train_all, ranks, [*SMALL, TP], str(folder / f"tp{ranks}"), VARIANTS, timeout=400)[0]
+    names = list(VARIANTS) if ranks == 2 else ["tensorwise", "rowwise", "all_gather", "all"]
+    variants = {name: VARIANTS[name] for name in names}
+    runs = run_ranks(train_all, ranks, [*SMALL, TP], str(folder / f"tp{ranks}"), variants, timeout=400)[0]
     noise = distance(reference["tensorwise"], reference["off"])
-    for variant in VARIANTS:
+    for variant in variants:
         assert distance(runs[variant], reference[variant]) < TENSOR_PARALLEL_SHARE * noise, variant
         torch.testing.assert_close(runs[variant]["losses"], reference[variant]["losses"], rtol=0, atol=1e-3)
 
