@@ -13,7 +13,7 @@ from .components.model.norm_schemes import Placement as Placement
 from .components.model.weight_inits import WEIGHT_INITS as WEIGHT_INITS
 from .components.model.weight_inits import ModelShape as ModelShape
 from .components.model.weight_inits import WeightInit as WeightInit
-from .config.component_spec import Part as Part
+from .config.component_spec import ComponentSpec as ComponentSpec
 from .config.errors import ConfigError as ConfigError
 from .config.errors import MissingError as MissingError
 from .config.errors import counted as counted

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_prores.checkpoint.resume import changed_sources, learning_rates_changed, switched, text_sources
-from titan_prores.config.component_spec import Part
+from titan_prores.config.component_spec import ComponentSpec
 from titan_prores.config.engine_sections import SECTIONS
 from titan_prores.config.errors import ConfigError, ConfigErrors, MissingError
 from titan_prores.config.recipe import Recipe, changes_since
@@ -117,9 +117,8 @@ def build_components(
             return build()
         except ConfigError as error:
             if error.key.split(".")[0] not in SECTIONS:  # else it is the whole key already
-                error.under(prefix)
-            error.where = error.where or recipe.origins.get(error.key)
-            errors.append(error)
+                error = error.under(prefix)
+            errors.append(error.at(recipe.origins.get(error.key)))
         except ConfigErrors as several:
             errors.extend(several.errors)
         except Exception as error:
@@ -138,7 +137,7 @@ def build_components(
         match_rules(model.init_rules(), [name for name, _ in model.named_parameters()])
         return model
 
-    def build_part(part: Part, **context: Any) -> Any:
+    def build_part(part: ComponentSpec, **context: Any) -> Any:
         return attempt(lambda: part.build(**context), part.key)
 
     tokenizer = build_part(slots["tokenizer"])
@@ -157,7 +156,7 @@ def build_components(
     # What transforms will add is not there yet: where they may add what a pattern is for, `build_optimizer` decides.
     unmatched = errors[found:]
 
-    def build_transform(part: Part) -> Transform:
+    def build_transform(part: ComponentSpec) -> Transform:
         transform = part.build()
         if model is not None:
             transform.check(model, degrees)
@@ -210,15 +209,13 @@ def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled:
         lines = components.transforms.apply(components.model, facts)
     except ConfigError as error:
         whole_keys = {part.name: part.key for part in (*recipe.sets["transforms"], *recipe.sets["parallelism"])}
-        error.key = whole_keys.get(error.key, error.key)
-        error.where = error.where or recipe.origins.get(error.key)
-        raise
+        key = whole_keys.get(error.key, error.key)
+        raise error.but(key=key).at(recipe.origins.get(key)) from error
     components.parameter_device = facts.parameter_device
     try:
         components.build_optimizer(components.model)  # to refuse early what does not fit those that are left to train
     except ConfigError as error:
-        error.where = error.where or recipe.origins.get(error.key)
-        raise
+        raise error.at(recipe.origins.get(error.key)) from error
     components.loss = components.transforms.before(Phase.COMPILE).wrap_loss(components.loss)
     try:  # here, or the example would be compiled
         components.loss_is_cross_entropy = gives_cross_entropy(components.loss)
@@ -262,13 +259,11 @@ def check_loss(recipe: Recipe, components: Components, mesh: Mesh) -> None:
         except Exception as error:
             if looks_at_values(error):
                 return
-            fault = own_fault("loss", error)
-            fault.problem = (
+            problem = (
                 f"{recipe.slots['loss'].name} does not run on logits that tensor parallelism splits over "
                 "the vocabulary; titan_prores.vocab_parallel_cross_entropy and vocab_parallel_logsumexp do: "
-                f"{fault.problem}"
             )
-            raise fault from error
+            raise own_fault("loss", error, problem) from error
     if gathered.elements >= whole.numel():
         logger.warning(
             "loss %s gathers the logits of the whole vocabulary on each rank of tensor parallelism; "

@@ -14,7 +14,7 @@ from titan_prores.config import command_line, registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.config.help import describe, list_components
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import load_plugins, resolve
+from titan_prores.config.resolve import load_plugins, resolve
 from titan_prores.distributed.signals import end_with_torchrun
 from titan_prores.output.shell import refuse, run_command, tell_torchrun
 

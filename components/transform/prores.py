@@ -10,10 +10,10 @@ from pydantic import field_validator
 from torch import nn
 
 from titan_prores import (
+    ComponentSpec,
     ConfigError,
     Facts,
     InitRule,
-    Part,
     Phase,
     ScaledResidualAdd,
     Section,
@@ -34,7 +34,7 @@ class ProResTransform(Transform):
     """Progressive Residual Warmup: residual branches scaled by alpha(layer, step), from 0 to 1 (arXiv 2603.05369)."""
 
     class Config(Section):
-        residual_schedule: Part = slot("residual_schedule", "linear", "alpha(layer, step) and its length")
+        residual_schedule: ComponentSpec = slot("residual_schedule", "linear", "alpha(layer, step) and its length")
         start: Literal["fresh", "warm"] | int | None = setting(
             None,
             'where the schedule starts: "fresh" = at step 0, the default for new weights; "warm" = '

@@ -304,9 +304,7 @@ def refusal(cell: Cell, folder: Path) -> str | None:
         report(debug_recipe(cell.world_size, cell.overrides, str(folder / "check" / "run")), cell.world_size)
     except (ConfigError, ConfigErrors) as found:
         errors = getattr(found, "errors", [found])
-        for error in errors:
-            error.where = None  # the same on every machine
-        return "; ".join(map(str, errors))
+        return "; ".join(str(error.but(where=None)) for error in errors)  # the same on every machine
     return None
 
 

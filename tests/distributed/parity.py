@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tests.integration.launch import rows
 from titan_prores.config import registry, sources
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section, setting
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.distributed.mesh import World

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.spawn import run_ranks
 from tests.integration.launch import rows
 from titan_prores.config import registry, sources
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.distributed.mesh import World
 from titan_prores.protocols.metric import Metric

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.spawn import run_ranks
 from titan_prores.config import registry, sources
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.distributed.mesh import World
 from titan_prores.dry_run.report import report

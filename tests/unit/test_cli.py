@@ -18,7 +18,7 @@ from titan_prores.config.engine_sections import SECTIONS
 from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.help import describe, list_components
 from titan_prores.config.kinds import KINDS
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

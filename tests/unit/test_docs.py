@@ -22,7 +22,7 @@ from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.kinds import KINDS
 from titan_prores.config.recipe import Recipe
 from titan_prores.config.renamed_keys import RENAMED_KEYS
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.prores import ProRes, ResidualAdd, Schedule
 from titan_prores.tools import benchmark, checkpoint, gpu_check, launch
 from titan_prores.tools.plots import command as plots

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from titan_prores.config import registry
-from titan_prores.config.component_spec import Part
+from titan_prores.config.component_spec import ComponentSpec
 from titan_prores.config.errors import ConfigError, ConfigErrors, counted
 from titan_prores.config.keys import dotted, split_key
 from titan_prores.config.recipe import Recipe, flatten
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sources import Tree
 from titan_prores.model.parameter_groups import trained_parameters
 from titan_prores.output.log import logger
@@ -86,7 +86,7 @@ def _trained_otherwise(
             yield label, "with other settings of"
 
 
-def _trained_with(meta: Mapping[str, Any] | None, part: Part) -> str:
+def _trained_with(meta: Mapping[str, Any] | None, part: ComponentSpec) -> str:
     """Words on how far the run had come that weights are taken from, and whether it had a transform on."""
     if not meta:
         return ""
@@ -175,13 +175,12 @@ def learning_rates_changed(
         earlier: the recipe of the checkpoint, as `Recipe.to_dict` gave it.
         step: of the checkpoint.
     """
-    errors: list[ConfigError] = []
-    kinds = ("optimizer", "lr_scheduler")
-    parts = {kind: resolve_part(kind, earlier.get(kind), (kind,), Tree(), errors) for kind in kinds}
-    if errors:
+    resolver, kinds = Resolver(Tree()), ("optimizer", "lr_scheduler")
+    specs = {kind: resolver.component(kind, earlier.get(kind), (kind,)) for kind in kinds}
+    if resolver.errors:
         return ""  # a component that is not there any more
     total, last = earlier["training"]["steps"], recipe.training.steps
-    before = _learning_rate(parts["optimizer"].build(), parts["lr_scheduler"].build(total_steps=total), model)
+    before = _learning_rate(specs["optimizer"].build(), specs["lr_scheduler"].build(total_steps=total), model)
     now = _learning_rate(optimizer, scheduler, model)
     later = (step + 1, step + 2, *(step + 10**k for k in range(1, 7)), last - 1)
     rates = [(n + 1, before(n) if n < total else None, now(n)) for n in sorted({step, *later}) if step <= n < last]

@@ -15,7 +15,7 @@ from titan_prores.config.setting_types import plain
 
 
 @dataclass(frozen=True)
-class Part:
+class ComponentSpec:
     """A component chosen by a recipe, not yet built.
 
     Attributes:
@@ -63,7 +63,7 @@ def dump(section: Section) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Part):
+    if isinstance(value, ComponentSpec):
         return {"name": value.name, **dump(value.config)}
     if isinstance(value, Section):
         return dump(value)
@@ -87,7 +87,7 @@ def resume_rules(section: Section, default: str, key: Key = ()) -> dict[Key, Res
     rules: dict[Key, ResumeRule] = {}
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
-        if isinstance(value, Part):
+        if isinstance(value, ComponentSpec):
             inner = KINDS[value.kind].on_resume
             rules[(*key, name, "name")] = ResumeRule(inner)
             rules |= resume_rules(value.config, inner, (*key, name))

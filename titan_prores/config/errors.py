@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_ABSENT = object()
 _LONGEST = 200
 
 
@@ -61,12 +60,12 @@ def duration(seconds: float) -> str:
 
 
 class ConfigError(Exception):
-    """One fault in a recipe or on the command line.
+    """One fault in a recipe or on the command line. It cannot be changed: `at`, `under` and `but` return another.
 
     Args:
         key: dotted path of the setting, such as `training.steps`; empty when there is none.
         problem: what is wrong, as a clause ("unknown key", "must be greater than 0").
-        value: the value found, left out of the message when not given.
+        value: the value found; `...` leaves it out of the message.
         allowed: what would be right: a sentence, or the valid values.
         nearest: the right spelling closest to what was written.
         where: file and line, or the command-line argument, that the value came from.
@@ -77,7 +76,7 @@ class ConfigError(Exception):
         key: str,
         problem: str,
         *,
-        value: Any = _ABSENT,
+        value: Any = ...,
         allowed: str | Sequence[Any] | None = None,
         nearest: str | None = None,
         where: str | None = None,
@@ -90,15 +89,36 @@ class ConfigError(Exception):
         self.where = where
         super().__init__(key, problem)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            raise AttributeError(f"{name} of a {type(self).__name__} cannot be changed")
+        super().__setattr__(name, value)  # here first, or one that Python keeps, such as __traceback__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self._details())  # other ranks get it pickled
+
+    def _details(self) -> dict[str, Any]:
+        names = ("key", "problem", "value", "allowed", "nearest", "where")
+        return {name: getattr(self, name) for name in names}
+
+    def but(self, **details: Any) -> ConfigError:
+        """The same fault with other `details`, named as the parameters of the class are."""
+        fault = _rebuilt(type(self), {**self._details(), **details})
+        fault.__cause__ = self.__cause__
+        return fault
+
+    def at(self, where: str | None) -> ConfigError:
+        """The same fault with the place that it came from, unless it has one."""
+        return self if self.where else self.but(where=where)
+
     def under(self, prefix: str) -> ConfigError:
         """The same fault with `prefix` put before its key; used by the engine for a component's own errors."""
-        self.key = ".".join(part for part in (prefix, self.key) if part)
-        return self
+        return self.but(key=".".join(filter(None, (prefix, self.key))))
 
     def __str__(self) -> str:
         text = f"{self.where}: " if self.where else ""
         text += self.key
-        if self.value is not _ABSENT:
+        if self.value is not ...:
             text += f" = {shown(self.value)}" if self.key else shown(self.value)
         text = f"{text}: {self.problem}" if text and not text.endswith(": ") else text + self.problem
         if self.allowed is not None:
@@ -107,6 +127,10 @@ class ConfigError(Exception):
         if self.nearest is not None:
             text += f"; did you mean {self.nearest}?"
         return text
+
+
+def _rebuilt(kind: type[ConfigError], details: Mapping[str, Any]) -> ConfigError:
+    return kind(**details)
 
 
 class MissingError(ConfigError):

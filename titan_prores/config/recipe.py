@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_prores.config.component_spec import Part, ResumeRule, dump, resume_rules
+from titan_prores.config.component_spec import ComponentSpec, ResumeRule, dump, resume_rules
 from titan_prores.config.engine_sections import (
     ENGINE_SECTIONS,
     SECTIONS,
@@ -28,7 +28,7 @@ from titan_prores.config.kinds import KINDS, SETS
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a run is made of. A component is handed its own `Part.config` and never this."""
+    """Everything a run is made of. A component is handed its own `ComponentSpec.config` and never this."""
 
     job: Job
     training: Training
@@ -36,9 +36,9 @@ class Recipe:
     metrics: Metrics
     comm: Comm
     profiling: Profiling
-    slots: Mapping[str, Part]
-    sets: Mapping[str, tuple[Part, ...]]
-    disabled: Mapping[str, tuple[Part, ...]]
+    slots: Mapping[str, ComponentSpec]
+    sets: Mapping[str, tuple[ComponentSpec, ...]]
+    disabled: Mapping[str, tuple[ComponentSpec, ...]]
     origins: Mapping[str, str] = field(compare=False, default_factory=dict)
     imports: tuple[str, ...] = ()
 

@@ -169,8 +169,7 @@ def load_entry_points() -> None:
         try:
             entry_point.load()
         except ConfigError as error:
-            error.where = error.where or where
-            errors.append(error)
+            errors.append(error.at(where))
         except (Exception, SystemExit) as error:
             errors.append(
                 ConfigError(

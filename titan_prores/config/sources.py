@@ -358,8 +358,7 @@ def _layers(
             try:
                 file = Path(located(base, path.parent, PathRule(read=True)))
             except ConfigError as error:
-                error.where = place(("base",))
-                raise ConfigErrors([error.under("base")]) from error
+                raise ConfigErrors([error.under("base").at(place(("base",)))]) from error
             for layer in _layers(file, chain=(*chain, path), named_by=place(("base",)), written=base):
                 if layer[0] not in [known for known, _ in layers]:  # a base of two bases counts once
                     layers.append(layer)

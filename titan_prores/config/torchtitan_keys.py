@@ -65,13 +65,15 @@ TORCHTITAN_KEYS: dict[str, str | None] = {
 }
 
 
-def _use_our_names(errors: list[ConfigError]) -> None:
-    """Where a key is unknown but torchtitan has it, or an earlier version had it, say what it is called here."""
-    for error in errors:
-        if error.problem.startswith("unknown") and error.key in RENAMED_KEYS:
-            error.problem = f"was renamed to {RENAMED_KEYS[error.key]}"
-            error.allowed = error.nearest = None
-        if error.problem.startswith("unknown") and error.key in TORCHTITAN_KEYS:
-            ours = TORCHTITAN_KEYS[error.key]
-            error.problem = f"is torchtitan's name; here it is {ours}" if ours else "torchtitan has this, we do not yet"
-            error.allowed = error.nearest = None
+def with_our_name(error: ConfigError) -> ConfigError:
+    """An error that says what an unknown key is called here, where torchtitan or an earlier version has it."""
+    if not error.problem.startswith("unknown"):
+        return error
+    if error.key in RENAMED_KEYS:
+        problem = f"was renamed to {RENAMED_KEYS[error.key]}"
+    elif error.key in TORCHTITAN_KEYS:
+        ours = TORCHTITAN_KEYS[error.key]
+        problem = f"is torchtitan's name; here it is {ours}" if ours else "torchtitan has this, we do not yet"
+    else:
+        return error
+    return error.but(problem=problem, allowed=None, nearest=None)

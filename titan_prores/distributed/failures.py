@@ -52,9 +52,12 @@ def summarise(error: BaseException, rank: int) -> str:
     return text
 
 
-def own_fault(key: str, error: Exception) -> ConfigError:
-    """A component's failure while a run is built, as a fault of the recipe, with the line it came from."""
-    fault = ConfigError(key, " ".join(summarise(error, 0).replace("\n  on rank 0", ",").split()))
+def own_fault(key: str, error: Exception, problem: str = "") -> ConfigError:
+    """A component's failure while a run is built, as a fault of the recipe, with the line it came from.
+
+    `problem` is put before what the exception says.
+    """
+    fault = ConfigError(key, problem + " ".join(summarise(error, 0).replace("\n  on rank 0", ",").split()))
     fault.__cause__ = error
     return fault
 

@@ -96,9 +96,8 @@ def _held(
             activations = activation_bytes(recipe, mesh)
     except Exception as error:  # a model of a plug-in that looks at the values of its tensors
         if mesh.degrees["tp"] > 1 and not looks_at_values(error):
-            fault = own_fault("parallelism.tensor_parallel_degree", error)
-            fault.problem = f"the model does not run as its tensor-parallel plan splits it: {fault.problem}"
-            raise fault from error
+            problem = "the model does not run as its tensor-parallel plan splits it: "
+            raise own_fault("parallelism.tensor_parallel_degree", error, problem) from error
         reason = " ".join(summarise(error, 0).split())
         about = f"activations are not included, as the model does not run without values: {reason}"
     else:

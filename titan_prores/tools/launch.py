@@ -20,7 +20,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.command_line import ArgumentParser, parse
 from titan_prores.config.errors import ConfigError
 from titan_prores.config.layout import plan_mesh
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.distributed.signals import EXIT_STATUS, Stopped, signals
 from titan_prores.output.shell import cores, environment_of_children
 

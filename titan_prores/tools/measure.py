@@ -24,7 +24,7 @@ import torch
 from titan_prores.checkpoint.saver import Saver
 from titan_prores.config import registry, sources
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.distributed.mesh import World
 from titan_prores.protocols.metric import Metric

@@ -21,7 +21,7 @@ from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.recipe import Recipe
 from titan_prores.config.registry import register
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.protocols.transform import Phase, Transform
 

@@ -17,7 +17,7 @@ from tests.unit.model.transformed import MESH, N_LAYERS, Transformed, assert_sam
 from titan_prores.components.transform import activation_checkpoint
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.prores import AlphaMovedError
 from titan_prores.protocols.transform import Facts, Phase
 

@@ -14,7 +14,7 @@ from tests.unit.model.transformed import N_LAYERS, SEQ_LEN, VOCABULARY, T, Trans
 from titan_prores.components.transform.compile import SWITCHES, graphs
 from titan_prores.config import sources
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.prores import ResidualAdd
 
 NORMS = ["pre", "post", "sandwich"]
@@ -193,9 +193,9 @@ def test_compiling_that_is_switched_off_in_torch_is_an_error(monkeypatch: pytest
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, str], said: str) -> None:
-    errors = []
-    part = resolve_part("transform", {"name": "compile", **settings}, ("transforms", "compile"), sources.Tree(), errors)
-    assert part is None and said in " ".join(map(str, errors))
+    resolver = Resolver(sources.Tree())
+    spec = resolver.component("transform", {"name": "compile", **settings}, ("transforms", "compile"))
+    assert spec is None and said in " ".join(map(str, resolver.errors))
 
 
 # --- With the code that inductor makes ----------------------------------------------------------------------------

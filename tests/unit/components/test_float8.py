@@ -13,7 +13,7 @@ from titan_prores.components.model.llama import Llama, LlamaConfig
 from titan_prores.components.transform.float8 import Float8
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.dry_run.report import report
 from titan_prores.protocols.transform import Facts
 

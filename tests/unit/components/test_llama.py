@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_prores.components.model.llama import FLAVORS, Llama
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sources import Tree
 from titan_prores.model.weight_init import init_weights, match_rules, normal
 from titan_prores.protocols.model import InitRule
@@ -39,11 +39,11 @@ LLAMA_NAMES = {
 
 def build(seed: int = 0, device: str = "meta", **settings: Any) -> Llama:
     """A model with drawn weights, through the way a run takes."""
-    errors: list[ConfigError] = []
-    part = resolve_part("model", {"name": "llama", **settings}, ("model",), Tree(), errors)
-    assert not errors, errors
+    resolver = Resolver(Tree())
+    spec = resolver.component("model", {"name": "llama", **settings}, ("model",))
+    assert not resolver.errors, resolver.errors
     with torch.device(device):
-        model = part.build(vocab_size=VOCABULARY, seq_len=SEQ_LEN)
+        model = spec.build(vocab_size=VOCABULARY, seq_len=SEQ_LEN)
     model.to_empty(device="cpu")
     init_weights(model, model.init_rules(), seed)
     model.fill_buffers()
@@ -109,13 +109,13 @@ def test_flavors_have_the_parameters_of_their_shape(flavor: str) -> None:
 
 def test_flavor_gives_way_to_given_keys_and_is_checked() -> None:
     assert build(flavor="debug", n_layers=2).config.n_layers == 2
-    errors: list[ConfigError] = []
-    resolve_part("model", {"name": "llama", "flavor": "350m"}, ("model",), Tree(), errors)
-    assert errors[0].key == "model.flavor" and errors[0].nearest == "350M"
+    resolver = Resolver(Tree())
+    resolver.component("model", {"name": "llama", "flavor": "350m"}, ("model",))
+    assert resolver.errors[0].key == "model.flavor" and resolver.errors[0].nearest == "350M"
     for wrong, key in [({"n_heads": 5}, "n_heads"), ({"n_kv_heads": 3}, "n_kv_heads"), ({"norm": "psot"}, "post")]:
-        errors = []
-        resolve_part("model", {"name": "llama", **wrong}, ("model",), Tree(), errors)
-        assert len(errors) == 1 and key in str(errors[0]), errors
+        resolver = Resolver(Tree())
+        resolver.component("model", {"name": "llama", **wrong}, ("model",))
+        assert len(resolver.errors) == 1 and key in str(resolver.errors[0]), resolver.errors
     with pytest.raises(ConfigError, match=r"model\.vocab_size"):
         build(vocab_size=VOCABULARY - 1)
     assert build(vocab_size=64).output.weight.shape[0] == 64

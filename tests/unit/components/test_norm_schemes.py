@@ -21,8 +21,7 @@ from titan_prores.components.model.norm_schemes import NORM_SCHEMES, Placement
 from titan_prores.components.model.weight_inits import WEIGHT_INITS
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve import resolve_part
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import Resolver, resolve
 from titan_prores.config.sources import Tree
 from titan_prores.dry_run.report import report
 from titan_prores.prores import ProRes, Schedule, as_schedule
@@ -365,9 +364,9 @@ def test_logits_and_gradients_equal_transformers(norm: str) -> None:
 
 
 def resolved(**settings: Any) -> tuple[Any, list[ConfigError], dict[str, str]]:
-    errors: list[ConfigError] = []
-    origins: dict[str, str] = {}
-    return resolve_part("model", {"name": "llama", **settings}, ("model",), Tree(), errors, origins), errors, origins
+    resolver = Resolver(Tree())
+    spec = resolver.component("model", {"name": "llama", **settings}, ("model",))
+    return spec, resolver.errors, resolver.origins
 
 
 @pytest.mark.parametrize("norm", NORM_SCHEMES)

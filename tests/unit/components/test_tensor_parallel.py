@@ -17,7 +17,7 @@ from titan_prores.components.parallelism.fsdp import FullyShardedDataParallel
 from titan_prores.components.parallelism.tensor_parallel import TensorParallel
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.dry_run.report import report

@@ -1,14 +1,15 @@
 """Reading, merging and typing of recipes, apart from any component."""
 
+import pickle
 import random
 from pathlib import Path
 
 import pytest
 
 from titan_prores.config import sources
-from titan_prores.config.errors import ConfigError, ConfigErrors, nearest, shown
+from titan_prores.config.errors import ConfigError, ConfigErrors, MissingError, nearest, shown
 from titan_prores.config.keys import dotted, split_key
-from titan_prores.config.resolve import resolve_section
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sections import Section, setting
 from titan_prores.config.sources import parse_override
 
@@ -37,8 +38,8 @@ class Typed(Section):
 
 
 def typed(**raw):
-    errors: list[ConfigError] = []
-    return resolve_section(Typed, raw, ("typed",), sources.Tree(), errors), [str(error) for error in errors]
+    resolver = Resolver(sources.Tree())
+    return resolver.section(Typed, raw, ("typed",)), [str(error) for error in resolver.errors]
 
 
 def test_values_are_not_coerced():
@@ -83,9 +84,10 @@ def test_a_check_that_breaks_is_an_error_and_no_crash():
         def presets(cls, given):
             return {}["nothing"]
 
-    errors: list[ConfigError] = []
-    assert resolve_section(Broken, {}, ("model",), sources.Tree(), errors) is None
-    assert "model: the checks of" in str(errors[0]) and "KeyError: 'nothing'" in str(errors[0])
+    resolver = Resolver(sources.Tree())
+    assert resolver.section(Broken, {}, ("model",)) is None
+    (error,) = resolver.errors
+    assert "model: the checks of" in str(error) and "KeyError: 'nothing'" in str(error)
 
 
 @pytest.mark.parametrize("key", ["a", "a.b", 'a."b.c"', '"é"', '""', "a-b_c.1", 'metrics."pkg.mod:Thing"', '"a\\nb"'])
@@ -274,11 +276,22 @@ def test_messages():
     assert str(error) == "x.toml:3: a.b = true: is wrong (allowed: 1, 2); did you mean a.c?"
     assert str(ConfigError("b", "is wrong").under("a")) == "a.b: is wrong"
     assert str(ConfigError("", "is wrong").under("a")) == "a: is wrong"
+    assert ConfigError("b", "is wrong").at("x:1").at("y:2").where == "x:1"
     assert str(ConfigError("", "is wrong", where="x.toml")) == "x.toml: is wrong"
     assert str(ConfigErrors([error, error])) == f"{error}\n{error}"
     assert shown({"a": [True, "x", 1.5]}) == "{a = [true, 'x', 1.5]}"
     assert "\n" not in shown("a\nb\x1b[31m") and "\x1b" not in shown("a\nb\x1b[31m")
     assert len(shown("x" * 10_000)) < 250 and len(shown(10**5000)) < 250
+
+
+def test_an_error_cannot_be_changed_and_travels_whole():
+    error = MissingError("a", "is wrong", nearest="b")
+    with pytest.raises(AttributeError, match="key of a MissingError cannot be changed"):
+        error.key = "b"
+    other = error.under("x").but(value=None)
+    assert str(error) == "a: is wrong; did you mean b?" and type(other) is MissingError
+    for each in (error, other):
+        assert str(pickle.loads(pickle.dumps(each))) == str(each)
 
 
 def test_noise_never_crashes(tmp_path):

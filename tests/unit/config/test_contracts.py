@@ -14,7 +14,7 @@ from titan_prores.cli import describe
 from titan_prores.config import registry, sources
 from titan_prores.config.engine_sections import ENGINE_SECTIONS, SLOTS
 from titan_prores.config.kinds import KINDS
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sections import Section, slot_kind
 from titan_prores.model.weight_init import match_rules
 from titan_prores.prores import ResidualAdd
@@ -45,10 +45,10 @@ def sections_of(section: type[Section]) -> list[type[Section]]:
     return found
 
 
-def part_of(kind: str, name: str, /, **settings):
-    """The part with the settings given and defaults elsewhere; None, and why, where that is refused."""
-    errors = []
-    return resolve_part(kind, {"name": name, **settings}, (kind,), sources.Tree(), errors), errors
+def spec_of(kind: str, name: str, /, **settings):
+    """The component with the settings given and defaults elsewhere; None, and why, where that is refused."""
+    resolver = Resolver(sources.Tree())
+    return resolver.component(kind, {"name": name, **settings}, (kind,)), resolver.errors
 
 
 def schedule(name: str, n_layers: int, folder: Path):
@@ -58,7 +58,7 @@ def schedule(name: str, n_layers: int, folder: Path):
     table.write_text(f"step,{','.join(f'alpha_{layer}' for layer in layers)}\n0{',0' * n_layers}\n12{',1' * n_layers}")
     short = {"T": 3, "path": str(table), "warmup_steps": 3, "min_steps": 2, "max_steps": 5}
     fields = registry.lookup("residual_schedule", name).Config.model_fields
-    part, errors = part_of("residual_schedule", name, **{key: short[key] for key in short.keys() & fields.keys()})
+    part, errors = spec_of("residual_schedule", name, **{key: short[key] for key in short.keys() & fields.keys()})
     assert errors == []
     return part.build(n_layers=n_layers)
 
@@ -102,7 +102,7 @@ def test_defaults_are_valid(kind, name):
     required = {key for key, info in section.model_fields.items() if info.is_required() and key not in preset}
     if any(slot_kind(info) for info in section.model_fields.values()):
         return  # a nested component may need settings of its own
-    part, errors = part_of(kind, name)
+    part, errors = spec_of(kind, name)
     if required or errors:
         assert part is None and errors
         said = " ".join(str(error) for error in errors)
@@ -116,7 +116,7 @@ def test_defaults_are_valid(kind, name):
                 setattr(part.config, key, None)
     for key, info in section.model_fields.items():  # what is declared as a default passes the key's own check
         if not info.is_required() and not slot_kind(info) and info.default is not None:
-            _, errors = part_of(
+            _, errors = spec_of(
                 kind, name, **{key: list(info.default) if type(info.default) is tuple else info.default}
             )
             assert not [error for error in errors if error.key == f"{kind}.{key}"]
@@ -124,18 +124,18 @@ def test_defaults_are_valid(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
 def test_unknown_keys_and_wrong_types_are_refused(kind, name):
-    part, errors = part_of(kind, name, no_such_key=1)
+    part, errors = spec_of(kind, name, no_such_key=1)
     assert part is None and f"{kind}.no_such_key" in [error.key for error in errors]
     for key, info in registry.lookup(kind, name).Config.model_fields.items():
         for wrong in (object(), [object()], {"a": object()}):
-            part, errors = part_of(kind, name, **{key: wrong})
+            part, errors = spec_of(kind, name, **{key: wrong})
             assert part is None and errors, f"{key} = {wrong} ({info.annotation})"
 
 
 @pytest.mark.parametrize("name", names("lr_scheduler"))
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (0, 20), (5, 20), (18, 20)])
 def test_lr_scheduler(name, warmup_steps, total_steps):
-    part, errors = part_of("lr_scheduler", name, warmup_steps=warmup_steps)
+    part, errors = spec_of("lr_scheduler", name, warmup_steps=warmup_steps)
     assert errors == []
     scheduler = part.build(total_steps=total_steps)
     factors = [scheduler.factor(step) for step in range(total_steps)]
@@ -186,21 +186,21 @@ def test_tokenizer(name):
     section = registry.lookup("tokenizer", name).Config
     if any(info.is_required() for info in section.model_fields.values()):
         pytest.skip("needs a file; see test_tokenizers.py")
-    tokenizer = part_of("tokenizer", name)[0].build()
+    tokenizer = spec_of("tokenizer", name)[0].build()
     for text in ("", "plain", "naïve 漢字 🙂\r\n\t", "<|endoftext|> is plain text", "\x00"):
         ids = tokenizer.encode(text)
         assert ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
         assert tokenizer.decode(ids.tolist()) == text
         assert (ids < tokenizer.n_vocab).all() and tokenizer.eot_id not in ids
     assert 0 <= tokenizer.eot_id < tokenizer.n_vocab
-    assert tokenizer.fingerprint() == part_of("tokenizer", name)[0].build().fingerprint()
+    assert tokenizer.fingerprint() == spec_of("tokenizer", name)[0].build().fingerprint()
 
 
 @pytest.mark.parametrize("name", names("loss"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss(name, dtype):
     """The summed cross-entropy in fp64, written out, and its gradient softmax - one-hot."""
-    loss = part_of("loss", name)[0].build()
+    loss = spec_of("loss", name)[0].build()
     generator = torch.Generator().manual_seed(0)
     logits_BSV = (3 * torch.randn(2, 5, 11, generator=generator)).to(dtype).requires_grad_()
     labels_BS = torch.randint(0, 11, (2, 5), generator=generator)
@@ -224,7 +224,7 @@ def test_loss(name, dtype):
 
 @pytest.mark.parametrize("name", names("model"))
 def test_model(name):
-    part = part_of("model", name)[0]
+    part = spec_of("model", name)[0]
     with torch.device("meta"):
         model = part.build(vocab_size=33, seq_len=16)
         tokens_BS = torch.zeros(2, 16, dtype=torch.int64)
@@ -259,10 +259,10 @@ def test_model(name):
 @pytest.mark.parametrize("name", names("optimizer"))
 def test_optimizer(name):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2, bias=False))
-    optimizer = part_of("optimizer", name)[0].build().build(model.named_parameters())
+    optimizer = spec_of("optimizer", name)[0].build().build(model.named_parameters())
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(map(id, held)) == sorted(map(id, model.parameters())), "each parameter in one group"
-    lr = part_of("optimizer", name)[0].config.lr
+    lr = spec_of("optimizer", name)[0].config.lr
     assert all(group["lr"] == lr for group in optimizer.param_groups)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.ones(3, 4)).square().sum().backward()
@@ -282,7 +282,7 @@ def test_transforms(kind):
 
 @pytest.mark.parametrize("name", names("dataset"))
 def test_datasets_are_built_without_reading(name):
-    part, _ = part_of("dataset", name)
+    part, _ = spec_of("dataset", name)
     if part is None:
         pytest.skip("needs settings; see test_datasets.py")
     dataset = part.build()

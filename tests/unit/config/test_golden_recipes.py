@@ -15,7 +15,7 @@ from titan_prores.config import sources
 from titan_prores.config.errors import ConfigErrors
 from titan_prores.config.keys import dotted
 from titan_prores.config.recipe import flatten
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sources import tomllib
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,8 +14,7 @@ from titan_prores.config.keys import inline
 from titan_prores.config.kinds import KINDS
 from titan_prores.config.paths import PathInRun, ReadGlob, ReadPath, WritePath
 from titan_prores.config.recipe import changes_since
-from titan_prores.config.resolve import resolve_section
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import Resolver, resolve
 from titan_prores.config.sections import Section, setting
 from titan_prores.config.setting_types import declared, type_name
 from titan_prores.tools.sweep import plan
@@ -48,8 +47,9 @@ def places(tmp_path, monkeypatch):
 
     def read(text: str, *overrides: str):
         (tmp_path / "recipes" / "r.toml").write_text(f"[s]\n{text}\n")
-        tree, errors = sources.load(tmp_path / "recipes" / "r.toml", overrides), []
-        return resolve_section(Paths, tree.values["s"], ("s",), tree, errors), [str(error) for error in errors]
+        resolver = Resolver(sources.load(tmp_path / "recipes" / "r.toml", overrides))
+        section = resolver.section(Paths, resolver.tree.values["s"], ("s",))
+        return section, [str(error) for error in resolver.errors]
 
     return tmp_path, read
 
@@ -98,8 +98,8 @@ def test_a_path_counts_from_the_file_that_it_is_written_in(places):
     (folder / "base").mkdir()
     (folder / "base" / "b.toml").write_text('[s]\nread = "./a"\nwrite = "./a"\nfiles = ["./1", "./2"]')
     (folder / "recipes" / "r.toml").write_text('base = "../base/b.toml"\n[s]\nwrite = "./a"')
-    tree, errors = sources.load(folder / "recipes" / "r.toml"), []
-    section = resolve_section(Paths, tree.values["s"], ("s",), tree, errors)
+    tree = sources.load(folder / "recipes" / "r.toml")
+    section = Resolver(tree).section(Paths, tree.values["s"], ("s",))
     assert section.read == f"{folder}/base/a" and section.write == f"{folder}/recipes/a"
     assert section.files == (f"{folder}/base/1", f"{folder}/base/2")
 
@@ -111,7 +111,7 @@ def test_wildcards_of_a_folders_own_name_are_not_ones(places):
     (odd / "x.txt").touch()
     (odd / "r.toml").write_text('[s]\nfiles = ["./*.txt", "./x.txt"]\nread = "./x.txt"')
     tree = sources.load(odd / "r.toml")
-    section = resolve_section(Paths, tree.values["s"], ("s",), tree, [])
+    section = Resolver(tree).section(Paths, tree.values["s"], ("s",))
     assert glob.glob(section.files[0]) == [f"{odd}/x.txt"]
     assert section.files[1] == section.read == f"{odd}/x.txt"
 
@@ -265,9 +265,9 @@ def test_every_path_there_is_is_declared_as_one(places, home):
 def test_a_url_where_the_library_takes_one(places):
     huggingface = registry.lookup("dataset", "huggingface").Config
     for files, n_errors in ((["https://host/x.json", "./a[0]/*.json"], 0), (["~/x.json"], 1)):
-        tree, errors = sources.Tree(), []
-        section = resolve_section(huggingface, {"path": "json", "data_files": files}, ("dataset",), tree, errors)
-        assert len(errors) == n_errors
+        resolver = Resolver(sources.Tree())
+        section = resolver.section(huggingface, {"path": "json", "data_files": files}, ("dataset",))
+        assert len(resolver.errors) == n_errors
         assert n_errors or section.data_files == ("https://host/x.json", "a[0]/*.json")
 
 

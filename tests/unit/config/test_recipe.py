@@ -12,7 +12,7 @@ from titan_prores.config.engine_sections import ENGINE_SECTIONS, Parallelism, Tr
 from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.layout import data_parallel_size, global_batch_size, plan_mesh
 from titan_prores.config.recipe import changes_since
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section, setting
 from titan_prores.config.torchtitan_keys import TORCHTITAN_KEYS
 from titan_prores.output.recipe_file import annotated_toml

@@ -10,7 +10,7 @@ import pytest
 
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sections import Section
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,9 +63,9 @@ def test_a_file(tmp_path, clean):
     registry.load_plugin(str(tmp_path / "mine.py"), None)  # the same file again
     assert registry.lookup("lr_scheduler", "half").__doc__ == "Half of the peak."
     assert "half" in registry.names("lr_scheduler") and "wsd" in registry.names("lr_scheduler")
-    errors = []
-    part = resolve_part("lr_scheduler", {"name": "half", "share": 1}, ("lr_scheduler",), sources.Tree(), errors)
-    assert errors == [] and part.build(total_steps=3).factor(0) == 1.0
+    resolver = Resolver(sources.Tree())
+    spec = resolver.component("lr_scheduler", {"name": "half", "share": 1}, ("lr_scheduler",))
+    assert resolver.errors == [] and spec.build(total_steps=3).factor(0) == 1.0
 
 
 def test_a_file_that_failed_can_be_tried_again(tmp_path, clean):

@@ -8,7 +8,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigErrors
 from titan_prores.config.recipe import changes_since
 from titan_prores.config.renamed_keys import RENAMED_KEYS, with_new_keys
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 
 
 def test_stored_tables_get_the_new_keys() -> None:

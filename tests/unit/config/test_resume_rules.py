@@ -15,7 +15,7 @@ from titan_prores.config.engine_sections import SETS, SLOTS
 from titan_prores.config.keys import dotted
 from titan_prores.config.kinds import KINDS
 from titan_prores.config.recipe import Recipe, changes_since, flatten
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import slot_kind
 from titan_prores.config.setting_types import declared, type_name
 

@@ -14,7 +14,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.component_spec import dump, resume_rules
 from titan_prores.config.errors import ConfigError
 from titan_prores.config.keys import inline
-from titan_prores.config.resolve import resolve_section
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sections import Section, setting
 from titan_prores.config.setting_types import type_name, unusable
 from titan_prores.config.sources import tomllib
@@ -84,8 +84,8 @@ GIVEN = {
 
 
 def resolved(section, raw):
-    errors: list[ConfigError] = []
-    return resolve_section(section, raw, ("s",), sources.Tree(), errors), [str(error) for error in errors]
+    resolver = Resolver(sources.Tree())
+    return resolver.section(section, raw, ("s",)), [str(error) for error in resolver.errors]
 
 
 def test_every_usual_type_is_set_and_written_back():

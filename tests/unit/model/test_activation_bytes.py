@@ -14,7 +14,7 @@ from titan_prores.build import build_components, transform_model
 from titan_prores.config import registry, sources
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.dry_run.memory import activation_bytes
 from titan_prores.model.activation_bytes import LiveBytes, step_bytes

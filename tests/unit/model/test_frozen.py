@@ -15,7 +15,7 @@ from titan_prores.build import build_components, transform_model
 from titan_prores.components.model.llama import Llama, LlamaConfig
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.dry_run.report import report
 from titan_prores.model.parameter_groups import trained_parameters

@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_prores.config import registry
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sections import Section
 from titan_prores.config.sources import Tree
 
@@ -25,10 +25,10 @@ class Net(nn.Module):
 
 
 def build(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    errors: list[ConfigError] = []
-    part = resolve_part("optimizer", {"name": "adamw", **settings}, ("optimizer",), Tree(), errors)
-    assert not errors, errors
-    return part.build().build(model.named_parameters())
+    resolver = Resolver(Tree())
+    spec = resolver.component("optimizer", {"name": "adamw", **settings}, ("optimizer",))
+    assert not resolver.errors, resolver.errors
+    return spec.build().build(model.named_parameters())
 
 
 def groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[list[str], float, float]]:

@@ -11,7 +11,7 @@ from torch import nn
 from titan_prores.build import build_components
 from titan_prores.config import registry, sources
 from titan_prores.config.layout import plan_mesh
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import ones

@@ -11,7 +11,7 @@ from torch import nn
 from titan_prores.components.loss.cross_entropy import CrossEntropy
 from titan_prores.components.model.llama import Llama, LlamaConfig
 from titan_prores.config import sources
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import init_weights
 from titan_prores.protocols.transform import Facts, Transform
@@ -24,9 +24,10 @@ MESH = SimpleNamespace(
 
 
 def transform(name: str, /, **settings: Any) -> Transform:
-    part = resolve_part("transform", {"name": name, **settings}, ("transforms", name), sources.Tree(), errors := [])
-    assert not errors, errors
-    return part.build()
+    resolver = Resolver(sources.Tree())
+    spec = resolver.component("transform", {"name": name, **settings}, ("transforms", name))
+    assert not resolver.errors, resolver.errors
+    return spec.build()
 
 
 class Transformed:

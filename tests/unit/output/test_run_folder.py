@@ -15,7 +15,7 @@ from titan_prores.config.engine_sections import Training
 from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.keys import dotted, inline, split_key
 from titan_prores.config.kinds import SLOTS
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.config.sources import tomllib
 from titan_prores.output import run_folder
 from titan_prores.output.environment import git_state

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.prores.test_prores import L, Model, inputs
 from titan_prores.config import registry
-from titan_prores.config.component_spec import Part
+from titan_prores.config.component_spec import ComponentSpec
 from titan_prores.config.errors import ConfigError
 from titan_prores.config.sections import Section
 from titan_prores.prores import (
@@ -94,7 +94,9 @@ def test_a_component_defines_alpha_and_no_more(monkeypatch: pytest.MonkeyPatch) 
             return np.full(self.n_layers, 0.5)
 
     registry.register("residual_schedule", "mine")(Mine)
-    assert Part("residual_schedule", "mine", Mine, Mine.Config()).build(n_layers=3).alpha(0).tolist() == [0.5] * 3
+    assert (
+        ComponentSpec("residual_schedule", "mine", Mine, Mine.Config()).build(n_layers=3).alpha(0).tolist() == [0.5] * 3
+    )
     Unrelated.Config = Mine.Config
     registry.register("residual_schedule", "unrelated")(Unrelated)
 

@@ -9,7 +9,7 @@ import pytest
 
 from titan_prores.config import registry
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve import resolve_part
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sources import Tree
 from titan_prores.prores import SCHEDULES, Schedule
 
@@ -33,10 +33,10 @@ BY_HAND = {
 
 def component(name: str, n_layers: int, **settings: float):
     """The registered schedule as a recipe would get it."""
-    errors: list[ConfigError] = []
-    part = resolve_part("residual_schedule", {"name": name, **settings}, ("residual_schedule",), Tree(), errors)
-    assert not errors, errors
-    return part.build(n_layers=n_layers)
+    resolver = Resolver(Tree())
+    spec = resolver.component("residual_schedule", {"name": name, **settings}, ("residual_schedule",))
+    assert not resolver.errors, resolver.errors
+    return spec.build(n_layers=n_layers)
 
 
 # What stands in no table of the paper, with tests of its own.
@@ -99,10 +99,10 @@ def test_wrong_lengths_are_refused(name: str, settings: dict[str, float], messag
 
 
 def lr(name: str, total_steps: int, **settings: float) -> list[float]:
-    errors: list[ConfigError] = []
-    part = resolve_part("lr_scheduler", {"name": name, **settings}, ("lr_scheduler",), Tree(), errors)
-    assert not errors, errors
-    schedule = part.build(total_steps=total_steps)
+    resolver = Resolver(Tree())
+    spec = resolver.component("lr_scheduler", {"name": name, **settings}, ("lr_scheduler",))
+    assert not resolver.errors, resolver.errors
+    schedule = spec.build(total_steps=total_steps)
     return [schedule.factor(step) for step in range(total_steps)]
 
 

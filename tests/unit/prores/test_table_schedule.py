@@ -10,7 +10,7 @@ import pytest
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.recipe import changes_since
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.prores import TableSchedule
 
 DEBUG = Path(__file__).parents[3] / "train_configs" / "debug.toml"

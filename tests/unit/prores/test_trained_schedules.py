@@ -24,7 +24,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.dry_run.report import report
 from titan_prores.model.grad_norm import clip

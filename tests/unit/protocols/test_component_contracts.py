@@ -3,7 +3,7 @@
 import pytest
 
 from titan_prores.config import contracts, registry
-from titan_prores.config.component_spec import Part
+from titan_prores.config.component_spec import ComponentSpec
 from titan_prores.config.errors import ConfigError
 from titan_prores.config.kinds import KINDS
 from titan_prores.config.sections import Section
@@ -140,10 +140,10 @@ def test_an_attribute_set_while_building_is_looked_for_then():
     assert set(contracts.attributes(Tokenizer)) == set(del_names)
     bare = flat(Mine, *del_names)
     with pytest.raises(ConfigError) as caught:
-        Part("tokenizer", "mine", bare, bare.Config(), "tokenizer").build()
+        ComponentSpec("tokenizer", "mine", bare, bare.Config(), "tokenizer").build()
     assert str(caught.value) == (
         "tokenizer.name = 'mine': is not a valid tokenizer component: its instances lack n_vocab, eot_id "
         "(see titan_prores.protocols.tokenizer.Tokenizer)"
     )
     whole = flat(Mine, *del_names, n_vocab=3, eot_id=2)
-    assert Part("tokenizer", "mine", whole, whole.Config(), "tokenizer").build().n_vocab == 3
+    assert ComponentSpec("tokenizer", "mine", whole, whole.Config(), "tokenizer").build().n_vocab == 3

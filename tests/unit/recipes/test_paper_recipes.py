@@ -20,7 +20,7 @@ from titan_prores.config.keys import dotted
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.recipe import Recipe, flatten
 from titan_prores.config.renamed_keys import RENAMED_KEYS
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.dry_run.report import report
 from titan_prores.tools.sweep import command, plan
 

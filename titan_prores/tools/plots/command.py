@@ -253,7 +253,7 @@ def _named_alpha(
 
 
 def _recipe_alpha(path: Path, overrides: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    from titan_prores.config.resolve_recipe import resolve
+    from titan_prores.config.resolve import resolve
 
     recipe = resolve(sources.load(path, overrides, registry.DEFAULTS))
     found, first_step = _schedule_part(recipe)

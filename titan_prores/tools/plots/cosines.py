@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.distributed.mesh import World
 from titan_prores.output.run_folder import RunFolder
 

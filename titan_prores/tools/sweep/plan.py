@@ -19,7 +19,7 @@ from titan_prores.config.errors import ConfigError, ConfigErrors, nearest
 from titan_prores.config.keys import Key, dotted, inline, split_key
 from titan_prores.config.paths import PathRule, ReadPath, WritePath, located
 from titan_prores.config.recipe import flatten
-from titan_prores.config.resolve import resolve_section
+from titan_prores.config.resolve import Resolver
 from titan_prores.config.sections import Section, setting
 from titan_prores.tools.plots.packed import SUFFIX
 
@@ -644,8 +644,7 @@ def _typed(tree: sources.Tree, path: Path | None) -> Sweep:
         raise ConfigErrors(
             [ConfigError("FILE", problem, value=str(path), allowed=f"{train}, or for a sweep of it {sweep}")]
         )
-    errors = list(tree.errors)
-    file = resolve_section(SweepFile, tree.values, (), tree, errors)
-    if errors or file is None:
-        raise ConfigErrors(errors)
+    resolver = Resolver(tree)
+    file = resolver.section(SweepFile, tree.values, ())
+    resolver.refuse()
     return Sweep(file, path, tree)

@@ -18,7 +18,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors, duration
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.recipe import Recipe
-from titan_prores.config.resolve_recipe import resolve
+from titan_prores.config.resolve import resolve
 from titan_prores.distributed.signals import EXIT_STATUS, signals
 from titan_prores.output.run_folder import RunFolder
 from titan_prores.output.shell import cores, environment_of_children
