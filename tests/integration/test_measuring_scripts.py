@@ -69,7 +69,7 @@ def test_benchmark(tmp_path: Path) -> None:
     assert rows["graphs added during a warmup"]["verdict"] == "met"
     assert rows["activation bytes saved by ProRes, eager"]["verdict"] == "met"
     ratio = rows["ProRes on / off, compiled: time"]
-    assert ratio["verdict"] in ("met", "missed", "not resolved here") and ratio["same"]
+    assert ratio["verdict"] in ("met", "missed", "inconclusive") and ratio["same"]
     assert ratio["ratio"]["low"] <= ratio["ratio"]["median"] <= ratio["ratio"]["high"]
     seconds = found["seconds"]["prores_compiled"]
     assert {name: len(times) for name, times in seconds.items()} == {"reference": 12, "again": 12, "on": 12}

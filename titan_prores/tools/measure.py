@@ -34,7 +34,7 @@ from titan_prores.training.throughput import Throughput
 CONFIDENCE = 0.95
 FEWEST_PAIRS = 6  # of fewer no two are 95 % sure to enclose the median
 
-MET, MISSED, UNRESOLVED = "met", "missed", "not resolved here"
+MET, MISSED, UNRESOLVED = "met", "missed", "inconclusive"
 
 
 # --- What may be claimed ------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def verdict(found: Interval, same: Interval, limit: float, equal: float = 1.0) -
 
     Returns:
         "met" or "missed" where the whole interval is on one side of the limit and A/A strays from `equal` by less than
-        the limit does, from end to end; otherwise "not resolved here".
+        the limit does, from end to end; otherwise "inconclusive".
     """
     noise = max(same.high, equal) - min(same.low, equal)
     if noise >= limit - equal or found.low <= limit < found.high:

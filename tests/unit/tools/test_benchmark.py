@@ -49,7 +49,7 @@ def test_help_names_every_part(capsys: pytest.CaptureFixture) -> None:
     [
         (Interval(0.999, 1.002, 1.006), Interval(0.997, 1.0, 1.002), "<= 1.01: met"),
         (Interval(1.015, 1.02, 1.03), Interval(0.997, 1.0, 1.002), "<= 1.01: missed"),
-        (Interval(0.999, 1.002, 1.006), Interval(0.98, 1.0, 1.02), "<= 1.01: not resolved here"),
+        (Interval(0.999, 1.002, 1.006), Interval(0.98, 1.0, 1.02), "<= 1.01: inconclusive"),
     ],
 )
 def test_a_ratio_stands_beside_its_a_a_and_its_verdict(ratio: Interval, same: Interval, expected: str) -> None:
