@@ -40,15 +40,19 @@ class ResidualAdd(_Add):
 
 
 class ScaledResidualAdd(_Add):
-    """skip_scale * residual + alpha * branch_scale * branch; alpha is an fp32 scalar that is moved from outside.
+    """skip_scale * residual + alpha * branch_scale * branch, where alpha is a tensor set from outside.
 
-    alpha is a 0-dim view of `AlphaVector`, no parameter and no buffer: it has no state-dict key and a warmup adds no
-    graph to a compiled block. In eager bf16 the multiplication rounds alpha to bf16 (exact at 0 and 1).
+    In a model with `ProRes` alpha is a 0-dim fp32 view of `AlphaVector`, neither a parameter nor a buffer: it has no
+    state-dict key, and a warmup adds no graph to a compiled block. It may be any tensor that broadcasts against the
+    branch, such as one value per sequence, shape [B, 1, 1]. In bf16 alpha is rounded to bf16 (exact at 0 and 1); for a
+    0-dim alpha only in eager code.
     """
 
     alpha: torch.Tensor
 
     def forward(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        """Two tensors of one shape, [..., dim], to their scaled sum; one fused kernel, nothing more saved."""
+        """Two tensors of one shape, [..., dim], to their scaled sum in their dtype; one fused kernel."""
         residual, branch = self.scaled(residual, branch)
-        return torch.addcmul(residual, branch, self.alpha)
+        # A tensor of one or more dimensions would promote bf16 to its own fp32; a 0-dim one does not.
+        alpha = self.alpha if self.alpha.ndim == 0 else self.alpha.to(branch.dtype)
+        return torch.addcmul(residual, branch, alpha)

@@ -115,6 +115,37 @@ def test_any_alpha_against_the_formula_in_float64() -> None:
         torch.testing.assert_close(gradients(model, x), list(expected), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1, 1), (3, 5, 1)], ids=str)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_alpha_broadcasts(shape: tuple[int, ...], dtype: torch.dtype, rtol: float) -> None:
+    """One alpha for all, per sequence or per token: sum and all three gradients against plain float64 arithmetic."""
+    draw = torch.Generator().manual_seed(0)
+    x, f, weight = (torch.randn(3, 5, 8, generator=draw).to(dtype) for _ in range(3))
+    alpha = torch.rand(shape, generator=draw)  # fp32, as its owner keeps it
+    add = ScaledResidualAdd(1.3, 0.7)
+    ours = [t.clone().requires_grad_() for t in (x, f, alpha)]
+    add.alpha = ours[2]
+    y = add(*ours[:2])
+    assert y.dtype == dtype and y.shape == x.shape
+    theirs = [t.double().requires_grad_() for t in (x, f, alpha)]
+    expected = 1.3 * theirs[0] + theirs[2] * (0.7 * theirs[1])
+    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=rtol)
+    (y * weight).sum().backward()
+    (expected * weight.double()).sum().backward()
+    assert ours[2].grad.dtype == torch.float32
+    for mine, wanted in zip(ours, theirs, strict=True):
+        close = max(rtol, 1e-6) if mine.dtype == torch.float32 else rtol
+        scale = wanted.grad.abs().max().item()
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=close, atol=close * scale)
+
+
+def test_each_sequence_has_its_own_alpha() -> None:
+    x, f = torch.randn(2, 3, 5, 8).to(torch.bfloat16).unbind()
+    add = ScaledResidualAdd()
+    add.alpha = torch.tensor([0.0, 1.0, 0.5]).view(3, 1, 1)
+    assert torch.equal(add(x, f), torch.stack([x[0], x[1] + f[1], x[2] + 0.5 * f[2]]))
+
+
 def test_first_forward_is_at_step_zero_and_both_branches_share_alpha() -> None:
     model = Model()
     scaling = prores(model)
