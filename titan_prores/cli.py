@@ -49,7 +49,7 @@ Without a command: as train. titan-prores COMMAND --help says more; titan-prores
 of a section (training) or of a component (lr_scheduler.wsd) mean.
 
 First steps:
-  titan-prores train --config quickstart                          2,000 steps on Python's own documentation, on a CPU
+  titan-prores train --config quickstart                          300 steps on the text of Python's standard library
   titan-prores check --config my.toml                             resolve a recipe without running it
   titan-prores launch --nproc 8 --config my.toml --training.steps=100
 """
