@@ -67,6 +67,7 @@ from .prores.residual import ResidualAdd as ResidualAdd
 from .prores.residual import ScaledResidualAdd as ScaledResidualAdd
 from .prores.rewrite import ProRes as ProRes
 from .protocols.batch import IGNORED_LABEL as IGNORED_LABEL
+from .protocols.batch import Batch as Batch
 from .protocols.checkpoint import Checkpointer as Checkpointer
 from .protocols.checkpoint import CheckpointSection as CheckpointSection
 from .protocols.dataset import Dataset as Dataset
@@ -86,6 +87,7 @@ from .protocols.transform import Facts as Facts
 from .protocols.transform import Parallelism as Parallelism
 from .protocols.transform import Phase as Phase
 from .protocols.transform import Transform as Transform
+from .protocols.validator import ValidationContext as ValidationContext
 from .protocols.validator import Validator as Validator
 from .protocols.validator import ValidatorSection as ValidatorSection
 from .training.metrics_hub import perplexity as perplexity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def build_components(
     def build_transform(part: ComponentSpec) -> Transform:
         transform = part.build()
         if model is not None:
+            _check_extras(transform, model)
             transform.check(model, degrees)
         return transform
 
@@ -174,6 +176,17 @@ def build_components(
     return Components(
         tokenizer, dataset, model, loss, optimizer, lr_scheduler, validator, metrics, Transforms(transforms)
     )
+
+
+def _check_extras(transform: Transform, model: nn.Module) -> None:
+    """Raise ConfigError unless the model's forward takes what the transform adds to every batch."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in transform.batch_extras:
+        if name not in parameters:
+            problem = f"adds {name} to every batch, which the forward of {type(model).__name__} does not take"
+            raise ConfigError("", problem)
 
 
 def _check_factors(scheduler: LRScheduler, steps: int) -> None:

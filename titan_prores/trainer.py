@@ -23,7 +23,7 @@ from titan_prores.checkpoint.saver import Saver
 from titan_prores.config.errors import counted
 from titan_prores.config.layout import global_batch_size, plan_mesh
 from titan_prores.config.recipe import Recipe
-from titan_prores.data import IGNORED_LABEL, DataError, TokenWindows, microbatches
+from titan_prores.data import DataError, TokenWindows, microbatches
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.distributed.agreement import Agreement
 from titan_prores.distributed.failures import FailureBoard
@@ -36,6 +36,8 @@ from titan_prores.model.probe import HeldOutProbe
 from titan_prores.model.weight_init import name_seed
 from titan_prores.output.log import logger, setup
 from titan_prores.output.run_folder import RunFolder
+from titan_prores.protocols.batch import IGNORED_LABEL, Batch
+from titan_prores.protocols.validator import ValidationContext
 from titan_prores.training.garbage_collection import ScheduledCollection
 from titan_prores.training.metrics_hub import Records, add, perplexity
 from titan_prores.training.nonfinite import NonFinitePolicy, keep_batch
@@ -214,7 +216,8 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer update: number `self.step + 1`."""
         sample, count = self.samples, self.microbatches_a_step
-        batches = [[t.to(self.mesh.device, non_blocking=True) for t in self.next_batch()] for _ in range(count)]
+        loaded = [self.next_batch().to(self.mesh.device) for _ in range(count)]
+        batches = [self.transforms.prepare_batch(batch) for batch in loaded]
         self.transforms.before_step(self.step)
         factor = self.parts.lr_scheduler.factor(self.step)
         for group in self.optimizer.param_groups:
@@ -222,13 +225,13 @@ class Trainer:
         # Random numbers depend on what is computed, not on what was computed before: no state to save.
         torch.manual_seed(name_seed(self.recipe.training.seed, f"step {self.step} rank {self.mesh.data_rank}"))
 
-        valid = sum((labels_BS != IGNORED_LABEL).sum() for _, labels_BS in batches)
+        valid = sum((batch.labels_BS != IGNORED_LABEL).sum() for batch in batches)
         valid = self.mesh.sum_over_data(valid)
         loss_sum, other_sums = torch.zeros((), device=self.mesh.device), {}
-        for number, (tokens_BS, labels_BS) in enumerate(batches, 1):
+        for number, batch in enumerate(batches, 1):
             self.transforms.before_microbatch(last=number == count)
             with self.transforms.computing():
-                found = as_terms(self.parts.loss(self.model(tokens_BS), labels_BS))
+                found = as_terms(self.parts.loss(self.model(batch.tokens_BS, **batch.extras), batch.labels_BS))
                 (found.total / valid).backward()
             loss_sum += found.cross_entropy.detach() / valid
             for name, term in found.others.items():
@@ -246,7 +249,7 @@ class Trainer:
             self.optimizer.step()
         else:
             facts = {"step": self.step + 1, "loss": loss_value, "grad_norm": norm_value, "first_sample": sample}
-            keep_batch(self.run.path / "nonfinite", batches, facts, loss_sum.item(), self.model, self.mesh)
+            keep_batch(self.run.path / "nonfinite", loaded, facts, loss_sum.item(), self.model, self.mesh)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.samples += self.batch_size
@@ -303,8 +306,8 @@ class Trainer:
             waiting=self._wait_for_data,
         )
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next microbatch of this rank, (tokens_BS, labels_BS)."""
+    def next_batch(self) -> Batch:
+        """The next microbatch of this rank, on the CPU."""
         with self.watchdog.doing(FOR_DATA):
             return next(self.loader)
 
@@ -332,12 +335,16 @@ class Trainer:
         windows = TokenWindows(self.data.validation, self.recipe.training.seq_len, keep_partial=True)
         with self.transforms.computing():
             found = self.parts.validator.validate(
-                self.model,
-                self.parts.validation_loss,
-                windows,
-                self.mesh,
-                self.recipe.training.local_batch_size,
-                lambda: self.mesh.any(self.stop_request.name is not None),
+                ValidationContext(
+                    self.model,
+                    self.parts.validation_loss,
+                    self.transforms.prepare_batch,
+                    windows,
+                    self.parts.tokenizer,
+                    self.mesh,
+                    self.recipe.training.local_batch_size,
+                    stopping=lambda: self.mesh.any(self.stop_request.name is not None),
+                )
             )
         self.transforms.after_evaluation()
         if found is None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
-from torch import nn
 
-from titan_prores import Loss, ValidatorSection, logger, perplexity, register, setting
-
-if TYPE_CHECKING:
-    from titan_prores import Mesh, TokenWindows
+from titan_prores import (
+    IGNORED_LABEL,
+    Batch,
+    ValidationContext,
+    ValidatorSection,
+    logger,
+    perplexity,
+    register,
+    setting,
+)
 
 
 @register("validator", "perplexity")
@@ -32,20 +34,13 @@ class Perplexity:
         self._told = False
 
     @torch.no_grad()
-    def validate(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        data: TokenWindows,
-        mesh: Mesh,
-        batch_size: int,
-        stopping: Callable[[], bool],
-    ) -> dict[str, float] | None:
+    def validate(self, context: ValidationContext) -> dict[str, float] | None:
         """Loss in nats a token, perplexity, and the number of tokens scored; None where the run is to end.
 
         alpha of ProRes stays where training has it.
         """
-        batch_size = self.config.batch_size or batch_size
+        model, data, mesh = context.model, context.held_out, context.mesh
+        batch_size = self.config.batch_size or context.batch_size
         # The same ones each time and on every layout, so that losses compare.
         windows = data.spread(max(self.config.max_tokens // data.seq_len, 1) if self.config.max_tokens else len(data))
         n_windows = len(windows)
@@ -62,17 +57,16 @@ class Perplexity:
         training = model.training
         model.eval()
         for first in range(0, n_windows, batch_size * mesh.data_size):
-            if stopping():
+            if context.stopping():
                 model.train(training)
                 return None
             mine = range(first + mesh.data_rank * batch_size, first + (mesh.data_rank + 1) * batch_size)
             # Every rank runs the same number of forward passes; past the end it scores nothing.
-            samples = [data[windows[min(number, n_windows - 1)]] for number in mine]
-            tokens_BS = torch.stack([tokens for tokens, _ in samples]).to(mesh.device)
-            labels_BS = torch.stack([labels for _, labels in samples]).to(mesh.device)
-            labels_BS[torch.tensor([number >= n_windows for number in mine])] = -100
-            total[0] += loss(model(tokens_BS), labels_BS)
-            total[1] += (labels_BS != -100).sum()
+            numbers = [windows[min(number, n_windows - 1)] for number in mine]
+            tokens, labels = zip(*(data[number] for number in numbers), strict=True)
+            labels_BS = torch.stack(labels)
+            labels_BS[torch.tensor([number >= n_windows for number in mine])] = IGNORED_LABEL
+            total += context.score(Batch(torch.stack(tokens), labels_BS, torch.tensor(numbers)))
         model.train(training)
         summed, count = mesh.sum_over_data(total).tolist()
         mean = summed / count

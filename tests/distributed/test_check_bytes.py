@@ -19,6 +19,7 @@ from titan_prores.config.sections import Section
 from titan_prores.distributed.mesh import World
 from titan_prores.dry_run.report import report
 from titan_prores.model.activation_bytes import step_bytes
+from titan_prores.protocols.batch import Batch
 from titan_prores.protocols.metric import Metric
 from titan_prores.trainer import Trainer
 
@@ -119,7 +120,7 @@ def measure(rank: int, world_size: int, folder: str) -> dict[tuple[str, str], di
 
         tokens = torch.zeros(resolved.training.local_batch_size, resolved.training.seq_len, dtype=torch.int64)
         with Gathers() as gathers:
-            activations = step_bytes(trainer.model, loss, trainer.transforms, tokens, tokens)
+            activations = step_bytes(trainer.model, loss, trainer.transforms, Batch(tokens, tokens, tokens[:, 0]))
         results[layout, ac] = {
             "parameters": local_bytes(trainer.model.parameters()),
             "gradients": GradientBytes.found,

@@ -80,10 +80,10 @@ def _record_samples(path: Path) -> None:
     def recorded(windows: Any, **position: Any) -> Iterator[Any]:
         batches = loader(windows, **position)
         try:
-            for tokens_BS, labels_BS in batches:
-                samples = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in tokens_BS]
+            for batch in batches:
+                samples = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in batch.tokens_BS]
                 _line(path, json.dumps({"step": now["step"], "part": position["data_rank"], "samples": samples}))
-                yield tokens_BS, labels_BS
+                yield batch
         finally:
             batches.close()
 

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from torch.utils.data import Dataset
 from titan_prores.config.errors import ConfigError
 from titan_prores.data.order import sample_windows
 from titan_prores.data.shards import TokenStream
-
-IGNORED_LABEL = -100
+from titan_prores.protocols.batch import IGNORED_LABEL, Batch
 
 _PLANNED_MICROBATCHES = 64  # positions are permuted for this many at once: numpy's cost is per call, not per position
 POLL_SECONDS = 1.0
@@ -74,14 +74,14 @@ class TokenWindows(Dataset):
         if not 0 <= window < self._n_windows:
             raise IndexError(f"window {window} of {self._n_windows}")
         start = window * self.seq_len
-        count = min(self.seq_len, len(self.stream) - 1 - start)
-        read = torch.from_numpy(self.stream.read(start, count + 1))
-        if count == self.seq_len:
+        length = min(self.seq_len, len(self.stream) - 1 - start)
+        read = torch.from_numpy(self.stream.read(start, length + 1))
+        if length == self.seq_len:
             return read[:-1], read[1:]
         tokens = torch.full((self.seq_len,), self.stream.eot_id, dtype=torch.int64)
         labels = torch.full((self.seq_len,), IGNORED_LABEL, dtype=torch.int64)
-        tokens[:count] = read[:-1]
-        labels[:count] = read[1:]
+        tokens[:length] = read[:-1]
+        labels[:length] = read[1:]
         return tokens, labels
 
 
@@ -95,8 +95,8 @@ def microbatches(
     data_ranks: int,
     num_workers: int,
     waiting: Callable[[float], None] = lambda seconds: None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless microbatches (tokens_BS, labels_BS), int64, of one data-parallel rank.
+) -> Iterator[Batch]:
+    """Endless microbatches of one data-parallel rank, on the CPU, pinned where there is CUDA.
 
     Microbatch k of rank r holds the samples at global positions
     start_position + (k * data_ranks + r) * local_batch_size + [0 .. local_batch_size). A global batch is therefore the
@@ -143,10 +143,15 @@ class _BatchPlan:
             yield from sample_windows(self.seed, first + offsets, self.n_windows).tolist()
             first += _PLANNED_MICROBATCHES * self.stride
 
+    def samples(self, number: int) -> torch.Tensor:
+        """Global positions of the samples of microbatch `number`, from 0: int64 [B]."""
+        first = self.first + number * self.stride
+        return torch.arange(first, first + self.local_batch_size)
+
 
 def _load(
     windows: TokenWindows, plan: _BatchPlan, num_workers: int, waiting: Callable[[float], None]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Batch]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
@@ -170,10 +175,10 @@ def _load(
         batches._timeout = POLL_SECONDS  # not from the start: a busy machine may take longer to start the workers
     pin = torch.cuda.is_available()
     try:
-        while True:
-            arrays = _next(batches, waiting)
-            tensors = map(torch.from_numpy, arrays)
-            yield tuple(tensor.pin_memory() if pin else tensor for tensor in tensors)
+        for number in count():
+            tokens_BS, labels_BS = map(torch.from_numpy, _next(batches, waiting))
+            batch = Batch(tokens_BS, labels_BS, plan.samples(number))
+            yield batch.map(torch.Tensor.pin_memory) if pin else batch
     finally:
         # The pool ends with its last reference; the loader holds one to persistent workers.
         del batches

@@ -15,6 +15,7 @@ from titan_prores.distributed.mesh import Mesh
 from titan_prores.model.activation_bytes import ActivationBytes, step_bytes
 from titan_prores.model.parameter_groups import trained_parameters
 from titan_prores.model.weight_init import allocate
+from titan_prores.protocols.batch import Batch
 from titan_prores.protocols.optimizer import Optimizer
 from titan_prores.protocols.transform import Phase
 
@@ -69,5 +70,6 @@ def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.compiler.set_stance("force_eager"):
         allocate(components.model, torch.device("cpu"))
         tokens_BS = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+        batch = Batch(tokens_BS, tokens_BS, tokens_BS[:, 0])
         model, loss = components.model.train(), components.loss
-        return step_bytes(model, loss, components.transforms, tokens_BS, tokens_BS, fake)
+        return step_bytes(model, loss, components.transforms, batch, fake)

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from titan_prores.model.loss import as_terms
 from titan_prores.model.parameter_groups import trained_parameters
 from titan_prores.model.transforms import Transforms
+from titan_prores.protocols.batch import Batch
 
 if TYPE_CHECKING:
     from titan_prores.protocols.loss import Loss
@@ -141,12 +142,7 @@ class ActivationBytes:
 
 
 def step_bytes(
-    model: nn.Module,
-    loss: Loss,
-    transforms: Transforms,
-    tokens_BS: torch.Tensor,
-    labels_BS: torch.Tensor,
-    fake: FakeTensorMode | None = None,
+    model: nn.Module, loss: Loss, transforms: Transforms, batch: Batch, fake: FakeTensorMode | None = None
 ) -> ActivationBytes:
     """Run forward, loss and backward once, as a step does, and count; leaves no gradients behind.
 
@@ -154,8 +150,7 @@ def step_bytes(
         model: transformed and with storage, on real or on fake tensors.
         loss: wrapped by the transforms.
         transforms: of the run.
-        tokens_BS: int64 [B, S].
-        labels_BS: int64 [B, S].
+        batch: as the loader gives it, on the model's device.
         fake: the mode that the tensors are of, if they are fake.
     """
     with ExitStack() as stack:
@@ -165,7 +160,8 @@ def step_bytes(
             stack.callback(hook.remove)
         stack.enter_context(transforms.computing())
         live = stack.enter_context(LiveBytes(fake))
-        value = as_terms(loss(model(tokens_BS), labels_BS)).total
+        batch = transforms.prepare_batch(batch)
+        value = as_terms(loss(model(batch.tokens_BS, **batch.extras), batch.labels_BS)).total
         # Weights that FSDP has gathered were made meanwhile too, and those of a layer are resized to nothing after it.
         weights = {id(part.untyped_storage()) for p in model.parameters() for part in _parts(p)}
         kept = sum(storage.nbytes() for storage in live.storages() if id(storage) not in weights)

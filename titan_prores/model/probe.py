@@ -17,6 +17,7 @@ from titan_prores.data import TokenStream, TokenWindows
 from titan_prores.distributed.mesh import Mesh
 from titan_prores.model.transforms import Transforms
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
+from titan_prores.protocols.batch import IGNORED_LABEL, Batch
 from titan_prores.protocols.metric import AddObserver, LayerObserver, ModelProbe
 
 
@@ -60,7 +61,9 @@ class HeldOutProbe(ModelProbe):
             self.model.eval()
             with self.transforms.computing(), torch.compiler.set_stance("force_eager"):
                 for part_BS in tokens_BS.split(self.training.local_batch_size):
-                    self.model(part_BS.to(self.mesh.device))
+                    batch = Batch(part_BS, torch.full_like(part_BS, IGNORED_LABEL), torch.zeros(len(part_BS)).long())
+                    batch = self.transforms.prepare_batch(batch.to(self.mesh.device))
+                    self.model(batch.tokens_BS, **batch.extras)
         finally:
             for hook in hooks:
                 hook.remove()

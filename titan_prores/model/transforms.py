@@ -15,6 +15,7 @@ from titan_prores.distributed.failures import own_fault
 from titan_prores.protocols.transform import Facts, Phase, Transform
 
 if TYPE_CHECKING:
+    from titan_prores.protocols.batch import Batch
     from titan_prores.protocols.loss import Loss
     from titan_prores.protocols.model import InitRule
 
@@ -123,6 +124,12 @@ class Transforms:
     def before_step(self, step: int) -> None:
         for transform in self:
             transform.before_step(step)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """The batch as the first transform's `prepare_batch` gives it to the second, and so on."""
+        for transform in self:
+            batch = transform.prepare_batch(batch)
+        return batch
 
     def before_microbatch(self, *, last: bool) -> None:
         for transform in self:

@@ -69,7 +69,10 @@ class Model(Protocol):
         """Floating point operations of forward and backward for one token of a seq_len sequence."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, shape [batch, sequence, vocabulary], of token ids, shape [batch, sequence]."""
+        """Logits, shape [batch, sequence, vocabulary], of token ids, shape [batch, sequence].
+
+        A parameter more, of a name that a transform has in its `batch_extras`, lets that transform be used with it.
+        """
 
     @optional
     def tensor_parallel_plan(self) -> TensorParallelPlan:

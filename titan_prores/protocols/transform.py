@@ -20,6 +20,7 @@ from titan_prores.config.sections import Section
 
 if TYPE_CHECKING:
     from titan_prores.distributed.mesh import Mesh
+    from titan_prores.protocols.batch import Batch
     from titan_prores.protocols.loss import Loss
     from titan_prores.protocols.model import InitRule
 
@@ -81,6 +82,7 @@ class Transform:
             on or off where a run resumes; None = where its phase is REWRITE.
         start_key: its setting that says where a schedule of its own starts; None = it has no such setting. A run that
             takes its weights from elsewhere has to set it (see `start_matters`).
+        batch_extras: names of what `prepare_batch` adds to `Batch.extras`; the model's forward must take them.
     """
 
     phase: Phase
@@ -88,6 +90,7 @@ class Transform:
     conflicts: ClassVar[tuple[str, ...]] = ()
     changes_model: ClassVar[bool | None] = None
     start_key: ClassVar[str | None] = None
+    batch_extras: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Section) -> None:
         self.config = config
@@ -180,6 +183,14 @@ class Transform:
 
     def before_step(self, step: int) -> None:
         """Before the first microbatch of the update after `step` completed ones."""
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """What model and loss shall take instead of a micro-batch: with further extras, other labels, or split.
+
+        Every batch that the model is run on passes through it, those of validation too, on the mesh's device and before
+        labels are counted. A parallelism that splits sequences returns this rank's part of every tensor.
+        """
+        return batch
 
     def computing(self) -> AbstractContextManager[None]:
         """Held around forward pass, loss and backward pass of a microbatch, and around a whole evaluation."""

@@ -24,10 +24,9 @@ from titan_prores.output import tables
 from titan_prores.output.shell import environment_of_children, run_command
 
 if TYPE_CHECKING:
-    import torch
-
     from titan_prores.config.engine_sections import Training
     from titan_prores.data import TokenStream, TokenWindows
+    from titan_prores.protocols.batch import Batch
     from titan_prores.tools.measure import Bench, Comparison, Interval
 
 CONFIG = Path(__file__).parents[1] / "train_configs" / "benchmark.toml"
@@ -418,9 +417,7 @@ def milliseconds(seconds: Interval) -> str:
     return f"{seconds.median * 1e3:+.2f} ms [{seconds.low * 1e3:+.2f}, {seconds.high * 1e3:+.2f}]"
 
 
-def batches_at(
-    windows: TokenWindows, training: Training, position: int, num_workers: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches_at(windows: TokenWindows, training: Training, position: int, num_workers: int) -> Iterator[Batch]:
     """The loader of a run on one rank, from a position in the data."""
     from titan_prores.data import microbatches
 

@@ -27,6 +27,7 @@ from titan_prores.config.recipe import Recipe
 from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.distributed.mesh import World
+from titan_prores.protocols.batch import Batch
 from titan_prores.protocols.metric import Metric
 from titan_prores.trainer import Trainer
 from titan_prores.training.throughput import Throughput
@@ -207,8 +208,10 @@ class Bench:
         trainer.run.close()
         size, windows = recipe.training.local_batch_size, trainer.windows
         first = trainer.mesh.data_rank * size
-        batch = [windows[number % len(windows)] for number in range(first, first + size)]
-        trainer.loader = itertools.repeat([torch.stack(part) for part in zip(*batch, strict=True)])
+        samples = range(first, first + size)
+        tokens, labels = zip(*(windows[number % len(windows)] for number in samples), strict=True)
+        batch = Batch(torch.stack(tokens), torch.stack(labels), torch.tensor(samples))
+        trainer.loader = itertools.repeat(batch)
         trainer.records.prepare(trainer.run, trainer.step, recipe.training.steps, trainer.probe)
         trainer.clock = Throughput(trainer.mesh.device, trainer.mesh.size, trainer.model.flops_per_token())
         self.tokens_per_step = trainer.batch_size * recipe.training.seq_len

@@ -16,10 +16,10 @@ from titan_prores.output.log import logger
 from titan_prores.output.rows import json_ready
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from titan_prores.distributed.mesh import Mesh
+    from titan_prores.protocols.batch import Batch
 
 # Number of steps whose batches are kept; more would not explain a run that goes wrong more often.
 MOST_KEPT = 20
@@ -123,12 +123,7 @@ class NonFinitePolicy:
 
 
 def keep_batch(
-    folder: Path,
-    batches: Sequence[Sequence[torch.Tensor]],
-    facts: Mapping[str, Any],
-    local_loss: float,
-    model: nn.Module,
-    mesh: Mesh,
+    folder: Path, batches: Sequence[Batch], facts: Mapping[str, Any], local_loss: float, model: nn.Module, mesh: Mesh
 ) -> None:
     """Keep what one update was computed from for inspection, in `step-<k>` below. Collective.
 
@@ -138,12 +133,14 @@ def keep_batch(
 
     Args:
         folder: of all such updates.
-        batches: (tokens_BS, labels_BS) of this rank's microbatches.
+        batches: this rank's microbatches as the loader gave them.
         facts: for the report; `step`, the number of the update, among them.
         local_loss: this rank's share of the loss.
         model: with the update's gradients, not clipped.
         mesh: the ranks.
     """
+    import torch
+
     found = mesh.gather((mesh.data_rank, local_loss, _nonfinite_gradients(model)))
     # Whoever takes part in a sum over ranks sees the fault of one: names are the same wherever they are whole.
     names = sorted({name for _, _, names in found for name in names})
@@ -159,8 +156,9 @@ def keep_batch(
             return
         folder.mkdir(parents=True, exist_ok=True)
         if mesh.is_first_with_data:
-            tokens, labels = (np.stack([pair[i].cpu().numpy() for pair in batches]).astype(np.int32) for i in (0, 1))
-            np.savez_compressed(folder / f"data-rank-{mesh.data_rank}.npz", tokens=tokens, labels=labels)
+            both = {"tokens": [each.tokens_BS for each in batches], "labels": [each.labels_BS for each in batches]}
+            arrays = {name: torch.stack(parts).cpu().numpy().astype(np.int32) for name, parts in both.items()}
+            np.savez_compressed(folder / f"data-rank-{mesh.data_rank}.npz", **arrays)
         if mesh.is_main:
             text = json.dumps(json_ready(report), indent=1, allow_nan=False)
             (folder / "report.json").write_text(text + "\n", encoding="utf-8")

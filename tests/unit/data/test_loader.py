@@ -33,6 +33,7 @@ from titan_prores.data import (
     window_order,
 )
 from titan_prores.data.shards import Shard
+from titan_prores.protocols.validator import ValidationContext
 
 # More workers than this machine has cores are what the tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -117,7 +118,10 @@ def test_validation_scores_windows_from_all_of_the_held_out_text(tmp_path, monke
             )
             validator = component(component.Config(max_tokens=max_tokens))
             model = FixedLoss()
-            validator.validate(model, model.loss, windows, mesh, batch_size, lambda: False)
+            context = ValidationContext(
+                model, model.loss, lambda batch: batch, windows, None, mesh, batch_size, stopping=lambda: False
+            )
+            validator.validate(context)
         summed, tokens = sum(sums).tolist()
         chosen = [label for number in range(count) for label in windows[number * 125 // count][1].tolist()]
         chosen = [label for label in chosen if label != IGNORED_LABEL]
@@ -144,7 +148,7 @@ def take(windows, count, **changed):
 
 def test_follows_the_order_through_epochs(windows):
     """Against the definition: sample p is window_order(seed, p // n)[p % n]; n = 10."""
-    got = torch.cat([tokens for tokens, _ in take(windows, 30, local_batch_size=2)])
+    got = torch.cat([batch.tokens_BS for batch in take(windows, 30, local_batch_size=2)])
     expected = sample_windows(1, np.arange(60), 10)
     assert (got[:, 0] // 8).tolist() == expected.tolist()
     for epoch in range(6):
@@ -179,7 +183,8 @@ def test_global_batches_are_the_same_on_every_layout(windows, start_position):
                 num_workers=num_workers,
                 local_batch_size=local_batch_size,
             )
-            for k, (tokens_BS, labels_BS) in enumerate(batches):
+            for k, batch in enumerate(batches):
+                tokens_BS, labels_BS = batch.tokens_BS, batch.labels_BS
                 assert tokens_BS.shape == labels_BS.shape == (local_batch_size, 8)
                 assert torch.equal(labels_BS, tokens_BS + 1)
                 seen[k // accumulated, k % accumulated, rank] = tokens_BS[:, 0] // 8
@@ -187,17 +192,28 @@ def test_global_batches_are_the_same_on_every_layout(windows, start_position):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("start_position", [0, 7, 10**12 + 3])
+def test_a_batch_carries_the_global_position_of_each_sample(windows, num_workers, start_position):
+    for rank in range(2):
+        where = dict(start_position=start_position, data_rank=rank, data_ranks=2, num_workers=num_workers)
+        for k, batch in enumerate(take(windows, 5, local_batch_size=3, **where)):
+            assert batch.samples_B.tolist() == [start_position + (2 * k + rank) * 3 + i for i in range(3)]
+            expected = sample_windows(1, batch.samples_B.numpy(), len(windows))
+            assert (batch.tokens_BS[:, 0] // 8).tolist() == expected.tolist() and batch.extras == {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_resumes_on_another_layout(windows, num_workers):
-    straight = torch.cat([tokens for tokens, _ in take(windows, 12, local_batch_size=4)])
-    first = torch.cat([tokens for tokens, _ in take(windows, 5, local_batch_size=4)])
+    straight = torch.cat([batch.tokens_BS for batch in take(windows, 12, local_batch_size=4)])
+    first = torch.cat([batch.tokens_BS for batch in take(windows, 5, local_batch_size=4)])
     resumed = torch.empty(28, 8, dtype=torch.int64)
     for rank in range(2):
         batches = take(
             windows, 7, start_position=20, local_batch_size=2, data_rank=rank, data_ranks=2, num_workers=num_workers
         )
-        for k, (tokens_BS, _) in enumerate(batches):
+        for k, batch in enumerate(batches):
             at = (k * 2 + rank) * 2
-            resumed[at : at + 2] = tokens_BS
+            resumed[at : at + 2] = batch.tokens_BS
     assert torch.equal(torch.cat([first, resumed]), straight)
 
 
@@ -234,7 +250,7 @@ def test_a_run_that_changes_its_layout_again_and_again(windows):
             ]
             for update in range(updates):
                 mine = slice(update * accumulated, (update + 1) * accumulated)
-                got = sorted(int(row[0]) // 8 for rank in taken for tokens_BS, _ in rank[mine] for row in tokens_BS)
+                got = sorted(int(row[0]) // 8 for rank in taken for batch in rank[mine] for row in batch.tokens_BS)
                 places = [divmod(position, n) for position in range(samples, samples + size)]
                 assert got == sorted(int(window_order(1, epoch, within, n)) for epoch, within in places)
                 crossed += places[0][0] != places[-1][0]
@@ -262,7 +278,7 @@ def test_memory_does_not_grow_with_the_data_or_the_position(tmp_path, num_worker
 
 
 def test_runs_past_what_is_planned_at_once(windows):
-    got = torch.cat([tokens for tokens, _ in take(windows, 150, local_batch_size=1)])
+    got = torch.cat([batch.tokens_BS for batch in take(windows, 150, local_batch_size=1)])
     assert (got[:, 0] // 8).tolist() == sample_windows(1, np.arange(150), 10).tolist()
 
 
@@ -356,7 +372,7 @@ def test_workers_need_no_socket(windows, tmp_path, monkeypatch):
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     for found, expected in zip(take(windows, 3, num_workers=1), take(windows, 3), strict=True):
-        assert torch.equal(torch.stack(found), torch.stack(expected))
+        assert torch.equal(found.tokens_BS, expected.tokens_BS) and torch.equal(found.labels_BS, expected.labels_BS)
 
 
 SIGNALLED = """

@@ -20,6 +20,7 @@ from titan_prores.dry_run.memory import activation_bytes
 from titan_prores.model.activation_bytes import LiveBytes, step_bytes
 from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import allocate, init_weights
+from titan_prores.protocols.batch import Batch
 
 ROOT = Path(__file__).parents[3]
 MODES = ("none", "full", "selective", "every_k")
@@ -56,7 +57,7 @@ def real_step(recipe: Recipe, mesh: mesh_module.Mesh) -> tuple[Any, ...]:
         transform.before_step(3)
     shape = (recipe.training.local_batch_size, recipe.training.seq_len)
     tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
-    return model, components.loss, transforms, tokens, tokens.roll(-1, 1)
+    return model, components.loss, transforms, Batch(tokens, tokens.roll(-1, 1), torch.arange(len(tokens)))
 
 
 def test_live_bytes_by_hand() -> None:
@@ -82,7 +83,8 @@ def test_live_bytes_by_hand() -> None:
 def test_step_bytes_by_hand() -> None:
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
     x = torch.randn(8, 16)
-    found = step_bytes(model, lambda out, labels: (out * labels).square().sum(), Transforms(()), x, torch.zeros(8, 4))
+    batch = Batch(x, torch.zeros(8, 4), torch.arange(8))
+    found = step_bytes(model, lambda out, labels: (out * labels).square().sum(), Transforms(()), batch)
     # What relu gives, for its own gradient and the second weight's, the product for that of square, and the loss.
     assert found.kept == 4 * (8 * 32 + 8 * 4 + 1)
     # Then the gradients of what relu got and gave, and of the second weight, until that is complete.
@@ -116,8 +118,14 @@ def test_autograd_saves_what_is_kept_but_for_selective() -> None:
     saved = {}
     with one_rank() as mesh:
         for mode in ("none", "selective"):
-            model, loss, _, tokens, labels = real_step(recipe(mode=mode), mesh)
-            there = [tokens, labels, *model.parameters(), *model.buffers(), model.prores_alpha.tensor.to_local()]
+            model, loss, _, batch = real_step(recipe(mode=mode), mesh)
+            there = [
+                batch.tokens_BS,
+                batch.labels_BS,
+                *model.parameters(),
+                *model.buffers(),
+                model.prores_alpha.tensor.to_local(),
+            ]
             left_out = {tensor.untyped_storage().data_ptr() for tensor in there}
             found: dict[int, torch.Tensor] = {}
 
@@ -126,7 +134,7 @@ def test_autograd_saves_what_is_kept_but_for_selective() -> None:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss(model(tokens), labels)
+                loss(model(batch.tokens_BS), batch.labels_BS)
             saved[mode] = sum(t.untyped_storage().nbytes() for pointer, t in found.items() if pointer not in left_out)
         kept = {mode: activation_bytes(recipe(mode=mode), mesh).kept for mode in saved}
     assert saved["none"] == pytest.approx(kept["none"], rel=0.01)

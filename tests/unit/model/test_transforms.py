@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from titan_prores.build import build_components
+from titan_prores.components.model.llama import Llama, LlamaConfig
 from titan_prores.config import registry, sources
+from titan_prores.config.errors import ConfigErrors
 from titan_prores.config.layout import plan_mesh
 from titan_prores.config.resolve import resolve
 from titan_prores.config.sections import Section
 from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import ones
+from titan_prores.protocols.batch import Batch
 from titan_prores.protocols.model import InitRule
 from titan_prores.protocols.transform import Facts, Phase, Transform
 
@@ -28,6 +33,7 @@ HOOKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "parameter_groups": ((nn.Linear(1, 1),), {}),
     "on_materialize": ((nn.Linear(1, 1),), {}),
     "before_step": ((0,), {}),
+    "prepare_batch": ((Batch(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1)),), {}),
     "before_microbatch": ((), {"last": True}),
     "computing": ((), {}),
     "after_backward": ((), {}),
@@ -131,3 +137,54 @@ def test_rules_and_groups_of_all_come_together() -> None:
 
     transforms = Transforms([("x", Adding(Section())), ("y", Adding(Section()))])
     assert len(transforms.init_rules()) == len(transforms.parameter_groups(nn.Linear(1, 1))) == 2
+
+
+class WithPositions(Llama):
+    """A Llama that adds to each embedding its position, where a batch has positions."""
+
+    Config = LlamaConfig
+
+    def forward(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None = None) -> torch.Tensor:
+        if positions_BS is None:
+            return super().forward(tokens_BS)
+        hook = self.tok_embeddings.register_forward_hook(lambda _, __, x_BSD: x_BSD + positions_BS[..., None])
+        try:
+            return super().forward(tokens_BS)
+        finally:
+            hook.remove()
+
+
+class PackedPositions(Transform):
+    """Counts positions from the last end of a document; 0 ends one."""
+
+    Config = Section
+    phase = Phase.REWRITE
+    batch_extras = ("positions_BS",)
+
+    def apply(self, model: nn.Module, facts: Facts) -> None:
+        pass
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        index_S = torch.arange(batch.tokens_BS.shape[1])
+        ends_BS = torch.where(batch.tokens_BS == 0, index_S + 1, 0).roll(1, 1)
+        ends_BS[:, 0] = 0
+        positions_BS = index_S - ends_BS.cummax(1).values
+        return replace(batch, extras={**batch.extras, "positions_BS": positions_BS})
+
+
+def packed(*overrides: str) -> Transforms:
+    own = [f"--transforms.packed.name={__name__}:PackedPositions", "--model.flavor=debug", *overrides]
+    recipe = resolve(sources.load(None, own, registry.DEFAULTS))
+    return build_components(recipe, plan_mesh(recipe.parallelism, 1)).transforms
+
+
+def test_a_transform_adds_to_every_batch_what_the_model_takes() -> None:
+    tokens_BS = torch.tensor([[5, 6, 0, 7, 8], [0, 0, 1, 2, 3]])
+    given = Batch(tokens_BS, tokens_BS, torch.arange(2), {"other": tokens_BS})
+    batch = packed(f"--model.name={__name__}:WithPositions").prepare_batch(given).to(torch.device("cpu"))
+    assert batch.extras["positions_BS"].tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2]]
+    assert batch.extras["other"] is tokens_BS and batch.tokens_BS is tokens_BS
+    with pytest.raises(
+        ConfigErrors, match="adds positions_BS to every batch, which the forward of Llama does not take"
+    ):
+        packed()

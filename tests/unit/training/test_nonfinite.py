@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from titan_prores.config.engine_sections import Training
+from titan_prores.protocols.batch import Batch
 from titan_prores.training import nonfinite
 from titan_prores.training.nonfinite import NonFiniteError, NonFinitePolicy, keep_batch
 
@@ -65,7 +66,7 @@ def kept(folder: Path, step: int) -> Path:
     model = torch.nn.Linear(2, 1)
     model(torch.tensor([1.0, torch.inf])).sum().backward()
     model.bias.grad = torch.ones(1)
-    batches = [(torch.full((2, 3), k), torch.full((2, 3), k + 1)) for k in range(4)]
+    batches = [Batch(torch.full((2, 3), k), torch.full((2, 3), k + 1), torch.arange(2)) for k in range(4)]
     keep_batch(folder, batches, {"step": step}, float("nan"), model, MESH)
     return folder / f"step-{step:08d}"
 
