@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.unit.test_imports import RANKS
-from titan_prores import cli
+from titan_prores import NORM_SCHEMES, WEIGHT_INITS, cli
 from titan_prores.config import command_line, registry, sources
 from titan_prores.config.engine_sections import ENGINE_SECTIONS, SECTIONS
 from titan_prores.config.errors import ConfigError, ConfigErrors
@@ -404,6 +405,26 @@ def test_keys_in_the_text_exist() -> None:
             found = re.fullmatch(r"(?:--)?(([a-z_]+)\.[a-z][\w.-]*\w)(?: = .+|=.*)?", text)
             if found and found[2] in {*SECTIONS, *KINDS} and Path(found[1]).suffix not in FILES:
                 assert found[1] in known, f"{name(page)}: {text}"
+
+
+def built_in(kind: str) -> list[str]:
+    return [each for each in registry.names(kind) if registry.lookup(kind, each).__module__.startswith("titan_prores.")]
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("norms-and-inits", lambda: [*NORM_SCHEMES, *WEIGHT_INITS]),
+        ("prores", lambda: built_in("residual_schedule")),
+        ("recipes", lambda: built_in("transform")),
+        ("data", lambda: built_in("dataset") + built_in("tokenizer")),
+    ],
+)
+def test_the_tables_are_complete(page: str, names: Callable[[], list[str]]) -> None:
+    """Every name is in the first column of a table."""
+    rows = re.findall(r"^\| (.*?) \|", (REPOSITORY / "docs" / f"{page}.md").read_text(), re.M)
+    shown = {code for row in rows for code in re.findall(r"`([^`]+)`", row)}
+    assert len(names()) > 3 and set(names()) <= shown
 
 
 def test_the_changelog_has_every_renamed_key() -> None:
