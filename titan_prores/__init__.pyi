@@ -83,10 +83,11 @@ from .protocols.model import TensorParallelPlan as TensorParallelPlan
 from .protocols.optimizer import Optimizer as Optimizer
 from .protocols.residual_schedule import ResidualSchedule as ResidualSchedule
 from .protocols.tokenizer import Tokenizer as Tokenizer
-from .protocols.transform import Facts as Facts
+from .protocols.transform import Capability as Capability
 from .protocols.transform import Parallelism as Parallelism
 from .protocols.transform import Phase as Phase
 from .protocols.transform import Transform as Transform
+from .protocols.transform import TransformContext as TransformContext
 from .protocols.validator import ValidationContext as ValidationContext
 from .protocols.validator import Validator as Validator
 from .protocols.validator import ValidatorSection as ValidatorSection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from titan_prores.protocols.lr_scheduler import LRScheduler
 from titan_prores.protocols.metric import Metric
 from titan_prores.protocols.optimizer import Optimizer
 from titan_prores.protocols.tokenizer import Tokenizer
-from titan_prores.protocols.transform import Facts, Phase, Transform
+from titan_prores.protocols.transform import Phase, Transform, TransformContext
 from titan_prores.protocols.validator import Validator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -161,6 +161,7 @@ def build_components(
         transform = part.build()
         if model is not None:
             _check_extras(transform, model)
+            transform.prepare(model, degrees)
             transform.check(model, degrees)
         return transform
 
@@ -197,34 +198,38 @@ def _check_factors(scheduler: LRScheduler, steps: int) -> None:
             raise ConfigError("name", f"its factor({step}) is {factor!r} (allowed: a finite number)")
 
 
-def transform_model(recipe: Recipe, components: Components, mesh: Mesh, handled: Iterable[str] = ()) -> list[str]:
+def transform_model(
+    recipe: Recipe, components: Components, mesh: Mesh, *, without_data_parallel: bool = False
+) -> list[str]:
     """Apply the recipe's transforms to the model in place and to the loss; returns a line for each.
 
     Args:
         recipe: the recipe.
         components: of the recipe; the model on the meta device and not yet transformed.
         mesh: the mesh to spread it over.
-        handled: what no transform need take care of (see `Facts.handled`).
+        without_data_parallel: whether the components lack the transforms of data parallelism on purpose, so that mesh
+            axes and mixed precision need not be handled.
 
     Raises:
         ConfigError: the recipe needs something that no transform provides, the optimizer's settings do not fit what is
             trained.
     """
-    facts = Facts(
+    context = TransformContext(
         mesh,
         dtype=DTYPES[recipe.training.dtype],
         param_dtype=DTYPES[recipe.training.mixed_precision_param or recipe.training.dtype],
         reduce_dtype=DTYPES[recipe.training.mixed_precision_reduce],
         microbatch_tokens=recipe.training.local_batch_size * recipe.training.seq_len,
-        handled=set(handled),
+        handled_axes=set(mesh.degrees) if without_data_parallel else set(),
+        mixed_precision_is_handled=without_data_parallel,
     )
     try:
-        lines = components.transforms.apply(components.model, facts)
+        lines = components.transforms.apply(components.model, context)
     except ConfigError as error:
         whole_keys = {part.name: part.key for part in (*recipe.sets["transforms"], *recipe.sets["parallelism"])}
         key = whole_keys.get(error.key, error.key)
         raise error.but(key=key).at(recipe.origins.get(key)) from error
-    components.parameter_device = facts.parameter_device
+    components.parameter_device = context.parameter_device
     try:
         components.build_optimizer(components.model)  # to refuse early what does not fit those that are left to train
     except ConfigError as error:

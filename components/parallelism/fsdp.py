@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
 from torch import nn
 
-from titan_prores import ConfigError, Facts, Parallelism, Phase, Section, register, setting
+from titan_prores import Capability, ConfigError, Parallelism, Phase, Section, TransformContext, register, setting
 
 
 @register("parallelism", "fsdp")
@@ -36,9 +36,13 @@ class FullyShardedDataParallel(Parallelism):
     phase = Phase.DATA_PARALLEL
     axes = ("dp_replicate", "dp_shard")
 
+    @classmethod
+    def capabilities(cls, config: Config) -> Collection[Capability]:
+        return [Capability.GATHERS_WEIGHTS] + [Capability.OFFLOADS_WEIGHTS] * config.cpu_offload
+
     # FSDP and DTensor take most of a second to load, which a recipe with a fault need not wait for.
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,
@@ -51,18 +55,19 @@ class FullyShardedDataParallel(Parallelism):
         # A block that ends in a norm or a view returns a view; residual adds change nothing in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
-        mesh = facts.mesh.device_mesh
-        sharding = mesh["dp_replicate", "dp_shard"] if facts.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
+        mesh = context.mesh.device_mesh
+        sharding = mesh["dp_replicate", "dp_shard"] if context.mesh.degrees["dp_replicate"] > 1 else mesh["dp_shard"]
         # None leaves the dtype alone; naming the one they have would only add copies.
         policy = MixedPrecisionPolicy(
-            param_dtype=facts.param_dtype if facts.param_dtype != facts.dtype else None, reduce_dtype=facts.reduce_dtype
+            param_dtype=context.param_dtype if context.param_dtype != context.dtype else None,
+            reduce_dtype=context.reduce_dtype,
         )
         reshard = self.config.reshard_after_forward
-        columns = _split_by_columns(model, facts.mesh.degrees["dp_shard"])
+        columns = _split_by_columns(model, context.mesh.degrees["dp_shard"])
         placed = {parameter for parameter in model.parameters() if _is_placed(parameter)}
-        on_cuda = facts.mesh.device.type == "cuda"
+        on_cuda = context.mesh.device.type == "cuda"
         if self.config.cpu_offload:
-            facts.parameter_device = torch.device("cpu")
+            context.parameter_device = torch.device("cpu")
         how = {
             "mesh": sharding,
             "mp_policy": policy,
@@ -80,11 +85,12 @@ class FullyShardedDataParallel(Parallelism):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self.model, self.mesh = model, facts.mesh
+        self.model, self.mesh = model, context.mesh
         self.placed = {name for name, parameter in model.named_parameters() if parameter in placed}
-        self.param_dtype, self.reduce_dtype = facts.param_dtype, facts.reduce_dtype
-        self.itemsizes: dict[str, int] = facts.notes.get("gathered_itemsize", {})
-        facts.handled |= {*self.axes, "mixed_precision"}
+        self.param_dtype, self.reduce_dtype = context.param_dtype, context.reduce_dtype
+        self.itemsizes: dict[str, int] = context.gathered_itemsize
+        context.handled_axes |= set(self.axes)
+        context.mixed_precision_is_handled = True
 
     def _prefetch(self, layers: list[nn.Module]) -> None:
         """Say which layers to gather early, where it is not what FSDP2 does by itself."""
@@ -95,7 +101,7 @@ class FullyShardedDataParallel(Parallelism):
             if back > 1:
                 layer.set_modules_to_backward_prefetch(layers[max(0, i - back) : i][::-1])
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
         from torch.distributed.tensor import DTensor
 
         plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]

@@ -7,7 +7,7 @@ vocabulary (arXiv 1909.08053, 2205.05198).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from titan_prores import (
+    Capability,
     ConfigError,
-    Facts,
     Parallelism,
     Phase,
     Section,
     TensorParallelPlan,
+    TransformContext,
     register,
     setting,
     trained_parameters,
@@ -44,12 +45,14 @@ class TensorParallel(Parallelism):
     axes = ("tp",)
 
     @classmethod
-    def check_beside(cls, config: Config, others: Mapping[str, Section]) -> None:
-        if config.async_tp and "compile" not in others:
+    def check_combination(cls, config: Config, others: Collection[Capability]) -> None:
+        if config.async_tp and Capability.COMPILES_LAYERS not in others:
             raise ConfigError("async_tp", "needs the transform compile, in whose code it works", value=True)
 
-    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
+    def prepare(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self.degree = degrees["tp"]
+
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         if self.degree == 1:
             if self.config.async_tp:
                 problem = "needs parallelism.tensor_parallel_degree of more than 1"
@@ -80,15 +83,15 @@ class TensorParallel(Parallelism):
         if self.config.async_tp and not torch.cuda.is_available():
             raise ConfigError("parallelism.tensor_parallel.async_tp", "needs CUDA", value=True, allowed="false")
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
-        facts.handled |= set(self.axes)
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
+        context.handled_axes |= set(self.axes)
         if self.degree == 1:
             return
         from titan_prores.components.parallelism._styles import STYLES, float8_styles
 
-        self.mesh = facts.mesh.device_mesh["tp"]
+        self.mesh = context.mesh.device_mesh["tp"]
         self.plan: TensorParallelPlan = model.tensor_parallel_plan()
-        float8 = facts.notes.get("float8_cast_before_gather", frozenset())
+        float8 = context.float8_input_linears
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         float8_makers = float8_styles(self.mesh.device_type) if float8 else {}
         for pattern, word in self.plan.modules.items():
@@ -131,7 +134,7 @@ class TensorParallel(Parallelism):
         columns = [pattern for pattern, word in self.plan.modules.items() if word == "column"]
         return {found for pattern in columns for found, _ in matching(model, pattern) if found.startswith(f"{name}.")}
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
         if self.degree == 1:
             return
         from torch.distributed.tensor import DTensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,18 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from titan_prores import ConfigError, Facts, Phase, Section, Transform, counted, one_of, register, setting
+from titan_prores import (
+    Capability,
+    ConfigError,
+    Phase,
+    Section,
+    Transform,
+    TransformContext,
+    counted,
+    one_of,
+    register,
+    setting,
+)
 
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 # What selective checkpointing keeps, by name: results that are dear to compute, or to communicate, for their size. Much
@@ -76,12 +87,12 @@ class ActivationCheckpoint(Transform):
         self.phase = Phase.CHECKPOINT_INSIDE if config.mode == "selective" else Phase.CHECKPOINT_OUTSIDE
 
     @classmethod
-    def check_beside(cls, config: Config, others: Mapping[str, Section]) -> None:
+    def check_combination(cls, config: Config, others: Collection[Capability]) -> None:
         if config.mode != "memory_budget":
             return
-        if "compile" not in others:
+        if Capability.COMPILES_LAYERS not in others:
             problem = "needs the transform compile, whose partitioner keeps to the budget"
-        elif getattr(others["compile"], "backend", "inductor") != "inductor":
+        elif Capability.KEEPS_MEMORY_BUDGET not in others:
             problem = "needs transforms.compile.backend = inductor, whose partitioner keeps to the budget"
         else:
             return
@@ -95,7 +106,7 @@ class ActivationCheckpoint(Transform):
                 "every_k", f"the model has {layers}: none would be checkpointed", value=self.config.every_k
             )
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
         config = self.config
         step = config.every_k if config.mode == "every_k" else 1
         self.layers = list(model.layers)[step - 1 :: step]
@@ -104,20 +115,20 @@ class ActivationCheckpoint(Transform):
             ops = [op for name in config.save for op in OPS[name]]
             wrap = partial(_recomputed, context_fn=partial(create_selective_checkpoint_contexts, ops))
         elif config.mode == "memory_budget":
-            wrap = partial(_budgeted, settings=self._compiler_settings(facts))
+            wrap = partial(_budgeted, settings=self._compiler_settings(context))
         else:
             wrap = _recomputed
         for layer in self.layers:
             layer.forward = wrap(layer.forward)
 
-    def _compiler_settings(self, facts: Facts) -> dict[str, Any]:
+    def _compiler_settings(self, context: TransformContext) -> dict[str, Any]:
         """What the partitioner is to be told.
 
         Raises:
             ConfigError: under tensor parallelism, where this torch has no way to.
         """
         settings: dict[str, Any] = {"activation_memory_budget": self.config.memory_budget}
-        if facts.mesh.degrees.get("tp", 1) > 1:
+        if context.mesh.degrees.get("tp", 1) > 1:
             # A compiled layer is then handed device meshes, whose bytes the partitioner would refuse to count.
             flag = "unsafe_treat_script_objects_as_zero_size"
             if not hasattr(functorch_config, flag):
@@ -129,7 +140,7 @@ class ActivationCheckpoint(Transform):
             settings[flag] = True
         return settings
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
         missed = [layer for layer in self.layers if not hasattr(layer.forward, "checkpointed")]
         if missed or not self.layers:
             raise RuntimeError(f"{len(missed) or 'all'} layers are not checkpointed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,20 @@ from pydantic import field_validator, model_validator
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from titan_prores import ConfigError, Facts, Loss, Phase, Section, Transform, counted, logger, one_of, register, setting
+from titan_prores import (
+    Capability,
+    ConfigError,
+    Loss,
+    Phase,
+    Section,
+    Transform,
+    TransformContext,
+    counted,
+    logger,
+    one_of,
+    register,
+    setting,
+)
 
 # Updates in which graphs are expected: some are compiled only for what the first left behind.
 WARMUP_UPDATES = 2
@@ -61,13 +74,17 @@ class Compile(Transform):
         self.vocabulary_is_split = False
         self.start = self.seen = _Seen()
 
+    @classmethod
+    def capabilities(cls, config: Config) -> Collection[Capability]:
+        return [Capability.COMPILES_LAYERS] + [Capability.KEEPS_MEMORY_BUDGET] * (config.backend == "inductor")
+
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         for name in SWITCHES:
             if os.environ.get(name) == "1":
                 raise ConfigError("", f"the environment has {name}=1, with which torch.compile does nothing")
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
-        self.vocabulary_is_split = facts.mesh.degrees.get("tp", 1) > 1
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
+        self.vocabulary_is_split = context.mesh.degrees.get("tp", 1) > 1
         self.layers = list(model.layers)
         self.before = [layer.forward for layer in self.layers]
         for layer in self.layers:
@@ -75,7 +92,7 @@ class Compile(Transform):
             # layer.compile() leaves no place between FSDP's hooks and the compiled code for checkpointing.
             layer.forward = torch.compile(layer.forward, **self.options)
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
         left = sum(layer.forward == before for layer, before in zip(self.layers, self.before, strict=True))
         if left or not self.layers:
             raise RuntimeError(f"torch.compile left {left or 'all'} layers as they were")

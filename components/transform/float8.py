@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -14,11 +14,12 @@ from torch import nn
 
 from titan_prores import (
     FLOAT8_CAPABILITIES,
+    Capability,
     ConfigError,
-    Facts,
     Phase,
     Section,
     Transform,
+    TransformContext,
     has_float8_matmul,
     quiet,
     register,
@@ -84,17 +85,19 @@ class Float8(Transform):
     phase = Phase.PRECISION
 
     @classmethod
-    def check_beside(cls, config: Config, others: Mapping[str, Section]) -> None:
+    def check_combination(cls, config: Config, others: Collection[Capability]) -> None:
         if not config.enable_fsdp_float8_all_gather:
             return
-        if "fsdp" not in others:
+        if Capability.GATHERS_WEIGHTS not in others:
             raise ConfigError("enable_fsdp_float8_all_gather", "needs parallelism.fsdp, which is off", value=True)
-        if getattr(others["fsdp"], "cpu_offload", False):
+        if Capability.OFFLOADS_WEIGHTS in others:
             problem = "does not work with parallelism.fsdp.cpu_offload: the scales would be where the weights are not"
             raise ConfigError("enable_fsdp_float8_all_gather", problem, value=True)
 
-    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
+    def prepare(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self._choose(model)
+
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         if (degree := degrees.get("tp", 1)) == 1:
             return
         if self.config.enable_fsdp_float8_all_gather and not self.config.precompute_float8_dynamic_scale_for_fsdp:
@@ -160,12 +163,12 @@ class Float8(Transform):
             reasons = "; ".join(_table(self.linears)) or "the model has none"
             raise ConfigError("", f"no linear is left to convert ({reasons})")
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
         with quiet("torchao", "torch.utils._pytree"):  # about kernels for chips that this one is not
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        self.emulated = self._emulate(facts.mesh.device)
-        self.padded = bool((facts.microbatch_tokens or 0) % MULTIPLE)
+        self.emulated = self._emulate(context.mesh.device)
+        self.padded = bool((context.microbatch_tokens or 0) % MULTIPLE)
         settings = replace(
             Float8LinearConfig.from_recipe_name(self.config.recipe_name),
             emulate=self.emulated,
@@ -175,6 +178,11 @@ class Float8(Transform):
         )
         self.converted = {linear.name for linear in self.linears if not linear.kept}
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in self.converted, config=settings)
+        # With one scale per tensor, what goes to other ranks can be cast before it goes.
+        if self.config.recipe_name == "tensorwise":
+            context.float8_input_linears = self.converted
+        if self.config.enable_fsdp_float8_all_gather:
+            context.gathered_itemsize = {f"{name}.weight": 1 for name in self.converted}
         self.model = model
         self.scales_are_current = False
 
@@ -198,17 +206,12 @@ class Float8(Transform):
             )
         return self.config.emulate
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
         from torchao.float8.float8_linear import Float8Linear
 
         found = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
         if found != self.converted or not found:
             raise RuntimeError(f"float8 linears are not those chosen: {sorted(found ^ self.converted)[:3]}")
-        # With one scale a tensor, what goes to other ranks can be cast before it goes.
-        if self.config.recipe_name == "tensorwise":
-            facts.notes["float8_cast_before_gather"] = found
-        if self.config.enable_fsdp_float8_all_gather:  # bytes an element, by parameter
-            facts.notes["gathered_itemsize"] = {f"{name}.weight": 1 for name in found}
 
     def describe(self) -> str:
         config = self.config

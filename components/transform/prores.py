@@ -12,12 +12,12 @@ from torch import nn
 from titan_prores import (
     ComponentSpec,
     ConfigError,
-    Facts,
     InitRule,
     Phase,
     ScaledResidualAdd,
     Section,
     Transform,
+    TransformContext,
     register,
     setting,
     slot,
@@ -59,8 +59,10 @@ class ProResTransform(Transform):
     phase = Phase.REWRITE
     start_key = "start"
 
-    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
+    def prepare(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         self.schedule = as_schedule(self.config.residual_schedule.build(n_layers=len(model.layers)))
+
+    def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
         # A user's own schedule shows its faults here rather than at its first step.
         values = self.schedule.alpha(0)
         if values.shape != (len(model.layers),):
@@ -98,10 +100,10 @@ class ProResTransform(Transform):
         except Exception:
             return None
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
-        self.prores = ProRes(model, self.schedule, mesh=facts.mesh.device_mesh)
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
+        self.prores = ProRes(model, self.schedule, mesh=context.mesh.device_mesh)
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
         scaled = sum(isinstance(module, ScaledResidualAdd) for module in model.modules())
         if scaled != self.prores.n_adds or scaled < len(model.layers):
             raise RuntimeError(f"{scaled} residual adds are scaled, {self.prores.n_adds} were replaced")

@@ -11,7 +11,7 @@ from torch import nn
 from titan_prores.config.sections import Section, setting
 from titan_prores.model.weight_init import normal
 from titan_prores.protocols.model import InitRule
-from titan_prores.protocols.transform import Facts, Phase, Transform
+from titan_prores.protocols.transform import Phase, Transform, TransformContext
 
 
 class AdaptedLinear(nn.Linear):
@@ -29,7 +29,7 @@ class LoRA(Transform):
 
     phase = Phase.REWRITE
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
         model.requires_grad_(False)
         for layer in model.layers:
             for linear in (layer.attention.wq, layer.attention.wo):

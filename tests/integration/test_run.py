@@ -522,7 +522,7 @@ class ZLoss(Transform):
     phase = Phase.REWRITE
     changes_model = False
 
-    def apply(self, model, facts):
+    def apply(self, model, context):
         pass
 
     def wrap_loss(self, loss):

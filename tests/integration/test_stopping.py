@@ -29,7 +29,7 @@ class SlowValidation(Transform):
 
     phase = Phase.PRECISION
 
-    def apply(self, model, facts):
+    def apply(self, model, context):
         pass
 
     def wrap_validation_loss(self, loss):

@@ -270,22 +270,15 @@ class Resolver:
         return bool(value)
 
     def _check_combinations(self, transforms: tuple[ComponentSpec, ...]) -> None:
-        """What transforms say of each other: those they need, those they conflict with, and their settings."""
-        present = {spec.name for spec in transforms}
+        """Let each transform check its settings against what the others do."""
         for spec in transforms:
-            key = split_key(spec.key)
-            for needed in getattr(spec.component, "needs", ()):
-                if needed not in present:
-                    self.add(key, ConfigError("", f"needs the transform {needed}"))
-            for other in getattr(spec.component, "conflicts", ()):
-                if other in present:
-                    self.add(key, ConfigError("", f"does not work together with {other}"))
-            if hasattr(spec.component, "check_beside"):
-                others = {other.name: other.config for other in transforms if other is not spec}
-                try:
-                    spec.component.check_beside(spec.config, others)
-                except ConfigError as error:
-                    self.add(key, error)
+            others = [
+                each for other in transforms if other is not spec for each in other.component.capabilities(other.config)
+            ]
+            try:
+                spec.component.check_combination(spec.config, others)
+            except ConfigError as error:
+                self.add(split_key(spec.key), error)
 
     def _check_checkpoint(self, slots: Mapping[str, ComponentSpec], training: Training) -> None:
         """Refuse what needs checkpoints where they are off, and to rank them where that cannot be done."""

@@ -65,7 +65,7 @@ def activation_bytes(recipe: Recipe, mesh: Mesh) -> ActivationBytes:
     recipe = replace(recipe, training=training.model_copy(update={"dtype": dtype, "mixed_precision_param": None}))
     components = build_components(recipe, mesh.degrees, missing=[])
     components.transforms = components.transforms.before(Phase.DATA_PARALLEL)
-    transform_model(recipe, components, mesh, handled={*mesh.degrees, "mixed_precision"})
+    transform_model(recipe, components, mesh, without_data_parallel=True)
     # Not all tensors are the model's: alpha of ProRes, for one, stays real.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.compiler.set_stance("force_eager"):
         allocate(components.model, torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch import nn
 from titan_prores.config.errors import ConfigError
 from titan_prores.config.layout import AXES
 from titan_prores.distributed.failures import own_fault
-from titan_prores.protocols.transform import Facts, Phase, Transform
+from titan_prores.protocols.transform import Phase, Transform, TransformContext
 
 if TYPE_CHECKING:
     from titan_prores.protocols.batch import Batch
@@ -53,7 +53,7 @@ class Transforms:
 
     # --- Building a run -------------------------------------------------------------------------------------------
 
-    def apply(self, model: nn.Module, facts: Facts) -> list[str]:
+    def apply(self, model: nn.Module, context: TransformContext) -> list[str]:
         """Apply and verify each.
 
         Returns:
@@ -67,8 +67,8 @@ class Transforms:
         for name, transform in self.named:
             names = _names(model)
             try:
-                transform.apply(model, facts)
-                transform.verify(model, facts)
+                transform.apply(model, context)
+                transform.verify(model, context)
             except (ConfigError, AssertionError):
                 raise
             except Exception as error:
@@ -82,16 +82,15 @@ class Transforms:
                     f"changes the names of weights, which are initialized and saved by them: {changed}",
                     allowed="weights that keep their names, and new ones whose names init_rules() has",
                 )
-            facts.applied.append(name)
             if what := transform.describe():
                 lines.append(f"{name}: {what}")
-        for axis, degree in facts.mesh.degrees.items():
-            if degree > 1 and axis not in facts.handled:
+        for axis, degree in context.mesh.degrees.items():
+            if degree > 1 and axis not in context.handled_axes:
                 raise ConfigError(
                     f"parallelism.{AXES[axis]}", "no parallelism that is on handles this axis of the mesh", value=degree
                 )
-        if facts.param_dtype != facts.dtype and "mixed_precision" not in facts.handled:
-            dtype = str(facts.param_dtype).removeprefix("torch.")
+        if context.param_dtype != context.dtype and not context.mixed_precision_is_handled:
+            dtype = str(context.param_dtype).removeprefix("torch.")
             raise ConfigError("training.mixed_precision_param", "no parallelism that is on handles it", value=dtype)
         return lines
 

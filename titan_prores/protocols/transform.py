@@ -7,10 +7,10 @@ parallelism shards nothing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -42,9 +42,18 @@ class Phase(IntEnum):
     DATA_PARALLEL = 7  # FSDP2, HSDP
 
 
+class Capability(Enum):
+    """What one transform asks of others, whatever they are called."""
+
+    COMPILES_LAYERS = auto()
+    KEEPS_MEMORY_BUDGET = auto()  # compiles layers with a partitioner that keeps to a share of the activations
+    GATHERS_WEIGHTS = auto()  # weights are sharded, and gathered for forward and backward
+    OFFLOADS_WEIGHTS = auto()  # weights are kept in the memory of the CPU
+
+
 @dataclass
-class Facts:
-    """What transforms are told, and what the ones before have left for them.
+class TransformContext:
+    """What transforms are told, and what earlier ones leave for later ones.
 
     Attributes:
         mesh: the device mesh of the run.
@@ -54,10 +63,12 @@ class Facts:
         microbatch_tokens: tokens of a micro-batch of a data-parallel rank; None where unknown.
         parameter_device: where weights and optimizer state are kept; the mesh's device unless a transform says
             otherwise.
-        applied: names of the transforms applied so far, in order.
-        handled: what a transform has taken care of: a mesh axis, or "mixed_precision". The engine refuses a model
-            on which something it needs is left over.
-        notes: anything else that a transform leaves for later ones, by name.
+        handled_axes: mesh axes that a transform handles. The engine refuses a recipe whose mesh has ranks along
+            another one.
+        mixed_precision_is_handled: whether a transform casts weights to `param_dtype`. Likewise refused otherwise.
+        float8_input_linears: names of the linears whose input may be cast to float8 before it is sent to other ranks.
+        gathered_itemsize: parameter name -> bytes per element in which data parallelism gathers it; parameters that are
+            not in it are gathered in `param_dtype`.
     """
 
     mesh: Mesh
@@ -66,18 +77,47 @@ class Facts:
     reduce_dtype: torch.dtype = torch.float32
     microbatch_tokens: int | None = None
     parameter_device: torch.device | None = None
-    applied: list[str] = field(default_factory=list)
-    handled: set[str] = field(default_factory=set)
-    notes: dict[str, Any] = field(default_factory=dict)
+    handled_axes: set[str] = field(default_factory=set)
+    mixed_precision_is_handled: bool = False
+    float8_input_linears: set[str] = field(default_factory=set)
+    gathered_itemsize: dict[str, int] = field(default_factory=dict)
 
 
-class Transform:
-    """Base of transforms and parallelisms. Hooks do nothing unless overridden.
+class StateHooks:
+    """What checkpoints save of a transform, besides parameters. Nothing unless overridden."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to remember of this transform besides parameters, JSON-ready; the same on all ranks."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; an empty one where the checkpoint, or the run that wrote it, knows of none."""
+
+    def after_load(self) -> None:
+        """Weights were filled from a checkpoint: drop anything computed from the old weights."""
+
+
+class MemoryHooks:
+    """What `--check` reports about the memory of a transform. Nothing unless overridden."""
+
+    def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
+        """What this rank holds besides weights, gradients and optimizer state: what it is -> bytes."""
+        return {}
+
+    def gathered_bytes(self, model: nn.Module) -> dict[str, int]:
+        """Weights that this rank gathers from others for forward and backward: group gathered at once -> bytes."""
+        return {}
+
+    def activations_note(self) -> str:
+        """Why `--check` reports too many activations, found by running uncompiled code; empty if it does not."""
+        return ""
+
+
+class Transform(StateHooks, MemoryHooks):
+    """Base of transforms and parallelisms: hooks for building a run and for its steps, which do nothing by default.
 
     Attributes:
         phase: place in the order; may be set per instance where it depends on the settings.
-        needs: names of transforms that must be on as well.
-        conflicts: names of transforms that must not.
         changes_model: whether the model computes something else with it, rounding aside, so that it may not be switched
             on or off where a run resumes; None = where its phase is REWRITE.
         start_key: its setting that says where a schedule of its own starts; None = it has no such setting. A run that
@@ -86,8 +126,6 @@ class Transform:
     """
 
     phase: Phase
-    needs: ClassVar[tuple[str, ...]] = ()
-    conflicts: ClassVar[tuple[str, ...]] = ()
     changes_model: ClassVar[bool | None] = None
     start_key: ClassVar[str | None] = None
     batch_extras: ClassVar[tuple[str, ...]] = ()
@@ -96,19 +134,27 @@ class Transform:
         self.config = config
 
     @classmethod
-    def check_beside(cls, config: Section, others: Mapping[str, Section]) -> None:
-        """Look at the other transforms of a recipe, where `needs` and `conflicts` depend on the settings.
+    def capabilities(cls, config: Section) -> Collection[Capability]:
+        """What other transforms may rely on, or cannot work with, when this one is on with these settings."""
+        return ()
+
+    @classmethod
+    def check_combination(cls, config: Section, others: Collection[Capability]) -> None:
+        """Check the settings against what the other transforms of the recipe do.
 
         Args:
             config: settings of this transform.
-            others: settings of every other transform and parallelism that is on, by name.
+            others: capabilities of every other transform and parallelism that is on.
 
         Raises:
             ConfigError: they do not work together; its key is relative to this transform's section.
         """
 
+    def prepare(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
+        """Make what the other methods need, before any of them is called; arguments and errors as of `check`."""
+
     def check(self, model: nn.Module, degrees: Mapping[str, int]) -> None:
-        """Look at the untransformed model on the meta device, before any process group exists.
+        """Check settings against the untransformed model on the meta device, before any process group exists.
 
         Args:
             model: the whole model.
@@ -120,22 +166,22 @@ class Transform:
         """
 
     def start_matters(self) -> bool:
-        """Whether the choice that `start_key` offers makes a difference; asked after `check`."""
+        """Whether the choice that `start_key` offers makes a difference; asked after `prepare`."""
         return True
 
     def leaves_model_as_it_is(self, step: int) -> bool:
         """Whether the model computes the same without it, in the update after `step` completed ones and later.
 
-        Asked after `check`, where a run resumes with it that was without, and at every save.
+        Asked after `prepare`, where a run resumes with it that was without, and at every save.
         """
         return False
 
     @abstractmethod
-    def apply(self, model: nn.Module, facts: Facts) -> None:
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
         """Change the model, which is on the meta device, in place."""
 
-    def verify(self, model: nn.Module, facts: Facts) -> None:
-        """Raise RuntimeError unless the change took effect. A transform that matched nothing is an error."""
+    def verify(self, model: nn.Module, context: TransformContext) -> None:
+        """Raise RuntimeError unless the change took effect: nothing matched is an error. Changes nothing itself."""
 
     def init_rules(self) -> Sequence[InitRule]:
         """How the parameters are drawn that this transform, once applied, has added to the model.
@@ -171,16 +217,6 @@ class Transform:
     def on_materialize(self, model: nn.Module) -> None:
         """The model's storage was allocated and its weights drawn; refill whatever lives outside of them."""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has to remember of this transform besides parameters, JSON-ready; the same on all ranks."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave; an empty one where the checkpoint, or the run that wrote it, knows of none."""
-
-    def after_load(self) -> None:
-        """Weights were filled from a checkpoint: drop anything computed from the old weights."""
-
     def before_step(self, step: int) -> None:
         """Before the first microbatch of the update after `step` completed ones."""
 
@@ -207,21 +243,6 @@ class Transform:
 
     def after_evaluation(self) -> None:
         """Forward passes that no backward pass follows are over."""
-
-    def held_bytes(self, model: nn.Module, microbatches: int) -> dict[str, int]:
-        """What this rank holds besides weights, gradients and optimizer state: what it is -> bytes. For `--check`."""
-        return {}
-
-    def gathered_bytes(self, model: nn.Module) -> dict[str, int]:
-        """Weights that this rank gathers from others for forward and backward: group gathered at once -> bytes."""
-        return {}
-
-    def activations_note(self) -> str:
-        """Why the activations that `--check` finds by running uncompiled code are too many; empty where they are not.
-
-        For `--check`, as both above.
-        """
-        return ""
 
     def row(self, step: int, *, detailed: bool) -> dict[str, Any]:
         """Keys for the metrics row of update `step`; `detailed` asks for per-layer lists too."""

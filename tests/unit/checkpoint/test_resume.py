@@ -179,7 +179,7 @@ def test_a_transform_of_a_users_own_counts_by_its_phase_or_its_word(monkeypatch)
         ("precise", {"phase": Phase.PRECISION}),
         ("lossy", {"phase": Phase.PRECISION, "changes_model": True}),
     ):
-        members = {**own, "Config": _Section, "apply": lambda self, model, facts: None}
+        members = {**own, "Config": _Section, "apply": lambda self, model, context: None}
         register("transform", name)(type(name, (Transform,), members))
         on = (f"--transforms.{name}.enabled=true",)
         expected = int(name in ("rewriting", "lossy"))

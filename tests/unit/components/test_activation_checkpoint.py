@@ -19,7 +19,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.resolve import resolve
 from titan_prores.prores import AlphaMovedError
-from titan_prores.protocols.transform import Facts, Phase
+from titan_prores.protocols.transform import Phase, TransformContext
 
 MODES = {"full": {"mode": "full"}, "selective": {"mode": "selective"}, "every_k": {"mode": "every_k", "every_k": 2}}
 MM, FLASH = torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -99,8 +99,8 @@ def test_names_and_modules_stay(mode: str) -> None:
     plain, run = Transformed(), Transformed()
     layers = list(run.model.layers)
     activation = transform("activation_checkpoint", **MODES[mode])
-    activation.apply(run.model, Facts(MESH))
-    activation.verify(run.model, Facts(MESH))
+    activation.apply(run.model, TransformContext(MESH))
+    activation.verify(run.model, TransformContext(MESH))
     assert all(now is before for now, before in zip(run.model.layers, layers, strict=True))
     for names in ("named_modules", "named_parameters", "named_buffers"):
         assert [n for n, _ in getattr(run.model, names)()] == [n for n, _ in getattr(plain.model, names)()]
@@ -179,15 +179,15 @@ def test_every_k_beyond_the_model_is_refused() -> None:
 
 def test_memory_budget_under_tensor_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs a flag of torch; where that is missing the recipe is refused."""
-    facts = Facts(SimpleNamespace(degrees={"tp": 2}))
+    context = TransformContext(SimpleNamespace(degrees={"tp": 2}))
     activation = transform("activation_checkpoint", mode="memory_budget")
-    assert activation._compiler_settings(facts) == {
+    assert activation._compiler_settings(context) == {
         "activation_memory_budget": 0.5,
         "unsafe_treat_script_objects_as_zero_size": True,
     }
     monkeypatch.setattr(activation_checkpoint, "functorch_config", SimpleNamespace())
     with pytest.raises(ConfigError, match="tensor parallelism"):
-        activation._compiler_settings(facts)
+        activation._compiler_settings(context)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from titan_prores.config import registry, sources
 from titan_prores.config.errors import ConfigError, ConfigErrors
 from titan_prores.config.resolve import resolve
 from titan_prores.dry_run.report import report
-from titan_prores.protocols.transform import Facts
+from titan_prores.protocols.transform import TransformContext
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 REPOSITORY = Path(__file__).parents[3]
@@ -26,6 +26,7 @@ def checked(degree: int = 1, vocab_size: int = 256, n_kv_heads: int = 2, **setti
     with torch.device("meta"):
         model = Llama(shape, vocab_size=vocab_size, seq_len=16)
     float8 = transform("float8", **settings)
+    float8.prepare(model, {"tp": degree})
     float8.check(model, {"tp": degree})
     return float8
 
@@ -96,8 +97,8 @@ def test_emulated_linear_computes_what_its_casts_say(recipe: str) -> None:
     x, w, g = (torch.randn(*size, generator=generator) for size in ((8, 48), (32, 48), (8, 32)))
     model = nn.ModuleDict({"linear": nn.Linear(48, 32, bias=False)})
     float8 = transform("float8", recipe_name=recipe)
-    float8.check(model, {"tp": 1})
-    float8.apply(model, Facts(MESH))
+    float8.prepare(model, {"tp": 1})
+    float8.apply(model, TransformContext(MESH))
     with torch.no_grad():
         model["linear"].weight.copy_(w)
     leaf = x.clone().requires_grad_()

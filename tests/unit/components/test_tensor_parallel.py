@@ -22,7 +22,7 @@ from titan_prores.config.sections import Section
 from titan_prores.distributed import mesh as mesh_module
 from titan_prores.dry_run.report import report
 from titan_prores.model.transforms import Transforms
-from titan_prores.protocols.transform import Facts
+from titan_prores.protocols.transform import Capability, TransformContext
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -36,7 +36,9 @@ def llama(vocab_size: int = 257, seq_len: int = 64, **settings) -> Llama:
 def parallel(model: nn.Module, degree: int, **settings) -> TensorParallel:
     """Checked as a run would, but not applied."""
     transform = TensorParallel(TensorParallel.Config(**settings))
-    transform.check(model, {"dp_replicate": 1, "dp_shard": 1, "tp": degree})
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": degree}
+    transform.prepare(model, degrees)
+    transform.check(model, degrees)
     return transform
 
 
@@ -45,7 +47,7 @@ def apply(model: nn.Module, degree: int = 2) -> list[str]:
     transform = parallel(model, degree)
     mesh = mesh_module.start_fake({"dp_replicate": 1, "dp_shard": 1, "tp": degree})
     try:
-        return Transforms([("tensor_parallel", transform)]).apply(model, Facts(mesh))
+        return Transforms([("tensor_parallel", transform)]).apply(model, TransformContext(mesh))
     finally:
         mesh_module.stop()
 
@@ -89,8 +91,8 @@ def test_async_is_refused_where_it_would_do_nothing():
     with pytest.raises(ConfigError, match=r"async_tp = true: needs parallelism\.tensor_parallel_degree of more than 1"):
         parallel(llama(), 1, async_tp=True)
     with pytest.raises(ConfigError, match="async_tp = true: needs the transform compile"):
-        TensorParallel.check_beside(TensorParallel.Config(async_tp=True), {})
-    TensorParallel.check_beside(TensorParallel.Config(async_tp=True), {"compile": None})
+        TensorParallel.check_combination(TensorParallel.Config(async_tp=True), [Capability.GATHERS_WEIGHTS])
+    TensorParallel.check_combination(TensorParallel.Config(async_tp=True), [Capability.COMPILES_LAYERS])
 
 
 def test_bias_of_a_row_is_not_split():
@@ -151,7 +153,7 @@ def apply_with_fsdp(model: nn.Module, shards: int) -> None:
     fsdp = FullyShardedDataParallel(FullyShardedDataParallel.Config())
     mesh = mesh_module.start_fake({"dp_replicate": 1, "dp_shard": shards, "tp": 2})
     try:
-        Transforms([("fsdp", fsdp), ("tensor_parallel", parallel(model, 2))]).apply(model, Facts(mesh))
+        Transforms([("fsdp", fsdp), ("tensor_parallel", parallel(model, 2))]).apply(model, TransformContext(mesh))
     finally:
         mesh_module.stop()
 

@@ -21,7 +21,7 @@ from titan_prores.prores import ResidualAdd
 from titan_prores.protocols.checkpoint import CheckpointSection
 from titan_prores.protocols.dataset import DatasetSection
 from titan_prores.protocols.metric import Metric
-from titan_prores.protocols.transform import Parallelism, Phase, Transform
+from titan_prores.protocols.transform import Capability, Parallelism, Phase, Transform
 from titan_prores.protocols.validator import ValidatorSection
 
 ALL = [(kind, name) for kind in KINDS for name in registry.names(kind)]
@@ -276,8 +276,10 @@ def test_transforms(kind):
         component = registry.lookup(kind, name)
         assert issubclass(component, Transform) and (kind == "transform") != issubclass(component, Parallelism)
         assert isinstance(getattr(component, "phase", Phase.COMPILE), Phase)
-        everything = {*names("transform"), *names("parallelism")}
-        assert {*component.needs, *component.conflicts} <= everything - {name}
+        spec, _ = spec_of(kind, name, **{"residual_schedule": {"T": 5}} if name == "prores" else {})
+        config = spec.config
+        assert all(isinstance(capability, Capability) for capability in component.capabilities(config))
+        component.check_combination(config, [])  # with default settings each one works alone
 
 
 @pytest.mark.parametrize("name", names("dataset"))

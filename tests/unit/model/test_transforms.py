@@ -21,12 +21,12 @@ from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import ones
 from titan_prores.protocols.batch import Batch
 from titan_prores.protocols.model import InitRule
-from titan_prores.protocols.transform import Facts, Phase, Transform
+from titan_prores.protocols.transform import Phase, Transform, TransformContext
 
 CALLS: list[tuple[str, str]] = []
 # Every hook that the engine calls on a run's transforms, with what it is called with.
 HOOKS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "apply": ((nn.Linear(1, 1), Facts(SimpleNamespace(degrees={}))), {}),
+    "apply": ((nn.Linear(1, 1), TransformContext(SimpleNamespace(degrees={}))), {}),
     "wrap_loss": ((lambda logits, labels: logits,), {}),
     "wrap_validation_loss": ((lambda logits, labels: logits,), {}),
     "init_rules": ((), {}),
@@ -56,7 +56,7 @@ def noting(name: str, phase: Phase) -> Transform:
     class Noting(Transform):
         Config = Section
 
-        def apply(self, model: nn.Module, facts: Facts) -> None:
+        def apply(self, model: nn.Module, context: TransformContext) -> None:
             pass
 
         def __getattribute__(self, hook: str) -> Any:
@@ -126,7 +126,7 @@ def test_rules_and_groups_of_all_come_together() -> None:
         Config = Section
         phase = Phase.REWRITE
 
-        def apply(self, model: nn.Module, facts: Facts) -> None:
+        def apply(self, model: nn.Module, context: TransformContext) -> None:
             pass
 
         def init_rules(self) -> list[InitRule]:
@@ -161,7 +161,7 @@ class PackedPositions(Transform):
     phase = Phase.REWRITE
     batch_extras = ("positions_BS",)
 
-    def apply(self, model: nn.Module, facts: Facts) -> None:
+    def apply(self, model: nn.Module, context: TransformContext) -> None:
         pass
 
     def prepare_batch(self, batch: Batch) -> Batch:

@@ -14,7 +14,7 @@ from titan_prores.config import sources
 from titan_prores.config.resolve import Resolver
 from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import init_weights
-from titan_prores.protocols.transform import Facts, Transform
+from titan_prores.protocols.transform import Transform, TransformContext
 
 N_LAYERS, VOCABULARY, SEQ_LEN = 4, 64, 16
 T = 3  # updates until layer l is at 1: T * l
@@ -41,9 +41,10 @@ class Transformed:
         prores = transform("prores", residual_schedule={"name": "linear", "T": T})
         named = [(type(t).__name__, t) for t in (*transforms, prores)]
         for _, each in named:
+            each.prepare(self.model, {"tp": 1})
             each.check(self.model, {"tp": 1})
         self.transforms = Transforms(named)
-        self.lines = self.transforms.apply(self.model, Facts(MESH))
+        self.lines = self.transforms.apply(self.model, TransformContext(MESH))
         self.loss = self.transforms.wrap_loss(CrossEntropy(CrossEntropy.Config()))
         if model is None:
             init_weights(self.model, self.model.init_rules(), seed=0)
