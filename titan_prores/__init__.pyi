@@ -80,6 +80,7 @@ from .protocols.metric import ModelProbe as ModelProbe
 from .protocols.model import InitRule as InitRule
 from .protocols.model import Model as Model
 from .protocols.model import TensorParallelPlan as TensorParallelPlan
+from .protocols.model import tensor_parallel_plan as tensor_parallel_plan
 from .protocols.optimizer import Optimizer as Optimizer
 from .protocols.residual_schedule import ResidualSchedule as ResidualSchedule
 from .protocols.tokenizer import Tokenizer as Tokenizer

@@ -39,7 +39,7 @@ from titan_prores.output.run_folder import RunFolder
 from titan_prores.protocols.batch import IGNORED_LABEL, Batch
 from titan_prores.protocols.validator import ValidationContext
 from titan_prores.training.garbage_collection import ScheduledCollection
-from titan_prores.training.metrics_hub import Records, add, perplexity
+from titan_prores.training.metrics_hub import MetricsHub, add, perplexity
 from titan_prores.training.nonfinite import NonFinitePolicy, keep_batch
 from titan_prores.training.profiling import profiler
 from titan_prores.training.throughput import Throughput
@@ -94,14 +94,14 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         self.mesh = mesh_module.start(degrees, device, world, recipe.comm.init_timeout_seconds)
-        self.records = Records(self.parts.metrics, recipe, self.mesh)
+        self.metrics_hub = MetricsHub(self.parts.metrics, recipe, self.mesh)
         self.failures = FailureBoard(self.mesh.store)
         self.agreement = Agreement(self.mesh.store, world.rank, world.size)
         self.watchdog = Watchdog(
             self.mesh.store, world.rank, world.size, recipe.comm.init_timeout_seconds, self.mesh.groups()
         ).start()
         self.batch_size = global_batch_size(recipe.training, self.mesh.data_size)
-        self.microbatches_a_step = self.batch_size // (recipe.training.local_batch_size * self.mesh.data_size)
+        self.gradient_accumulation_steps = self.batch_size // (recipe.training.local_batch_size * self.mesh.data_size)
         applied = transform_model(recipe, self.parts, self.mesh)
         check_loss(recipe, self.parts, self.mesh)
 
@@ -156,8 +156,8 @@ class Trainer:
         """Train to `training.steps` or `training.stop_after`; returns what to say at the end."""
         recipe, training = self.recipe, self.recipe.training
         self.end = min(training.steps, training.stop_after or training.steps)
-        self._begin("opening the run's records")
-        self.records.start(self.run, self.step, self.end, self.probe)
+        self._begin("starting the metrics")
+        self.metrics_hub.start(self.run, self.step, self.end, self.probe)
         self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
         tokens, ranks = counted(self.batch_size * training.seq_len, "token"), counted(self.mesh.size, "rank")
         logger.info("%s per step on %s", tokens, ranks)
@@ -167,7 +167,7 @@ class Trainer:
             stack.callback(self.watchdog.close)
             self._open_loader()
             stack.callback(lambda: self.loader.close())
-            stack.enter_context(self.records.closing())
+            stack.enter_context(self.metrics_hub.closing())
             profile = stack.enter_context(
                 profiler(recipe.profiling, self.run.path, self.mesh.rank, start_step=self.step)
             )
@@ -215,7 +215,7 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer update: number `self.step + 1`."""
-        sample, count = self.samples, self.microbatches_a_step
+        sample, count = self.samples, self.gradient_accumulation_steps
         loaded = [self.next_batch().to(self.mesh.device) for _ in range(count)]
         batches = [self.transforms.prepare_batch(batch) for batch in loaded]
         self.transforms.before_step(self.step)
@@ -238,7 +238,7 @@ class Trainer:
                 other_sums[name] = other_sums.get(name, 0.0) + term.detach() / valid
 
         self.transforms.after_backward()
-        probed = self.records.measure(self.step + 1, self.model)
+        probed = self.metrics_hub.measure(self.step + 1, self.model)
         grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm, apart=self.added)
         summed = self.mesh.sum_over_data(torch.stack([loss_sum, *other_sums.values()]))
         numbers = torch.cat([summed, grad_norm.to(summed).view(1)])
@@ -265,19 +265,19 @@ class Trainer:
             **({} if finite else {"skipped": True}),
         }
         add(row, dict(zip(other_sums, other_values, strict=True)), "the loss")
-        self.records.write_step(row, self.transforms, probed)
+        self.metrics_hub.write_step(row, self.transforms, probed)
         self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
 
     def pass_over_batch(self) -> None:
         """Take the microbatches of update number `self.step + 1`, and leave the weights as they are."""
-        for _ in range(self.microbatches_a_step):
+        for _ in range(self.gradient_accumulation_steps):
             self.next_batch()
         self.mesh.barrier()  # every step ends together, as `Agreement` relies on
         self.step += 1
         self.samples += self.batch_size
         logger.warning("step %d: its batch was not finite before and is skipped", self.step)
         tokens = self.samples * self.recipe.training.seq_len
-        self.records.write({"step": self.step, "skipped": True, "tokens": tokens})
+        self.metrics_hub.write({"step": self.step, "skipped": True, "tokens": tokens})
 
     def rewind(self) -> None:
         """Go back to the last good checkpoint, from where the batch that was not finite will be skipped."""
@@ -287,8 +287,8 @@ class Trainer:
         self._load(step, meta)
         self.loader.close()
         self._open_loader()
-        self.records.close()
-        self.records.start(self.run, self.step, self.end, self.probe)
+        self.metrics_hub.close()
+        self.metrics_hub.start(self.run, self.step, self.end, self.probe)
         self.last_validation, self.validated_step = {}, None
         self.stopped = self.stopped or self.mesh.first(self.stop_request.name)
 
@@ -352,11 +352,11 @@ class Trainer:
             logger.info("validation after step %d is cut short by %s", self.step, self.stopped)
             return
         self.last_validation, self.validated_step = found, self.step
-        self.records.write({"step": self.step, "validation": True, **self.last_validation})
+        self.metrics_hub.write({"step": self.step, "validation": True, **self.last_validation})
 
     def save(self) -> None:
         """Write a full checkpoint."""
-        self.mesh.on_main(self.records.sync)
+        self.mesh.on_main(self.metrics_hub.sync)
         weights_are_finite = bool(total_norm(self.model.parameters()).isfinite())
         meta = {
             "step": self.step,

@@ -25,6 +25,7 @@ from titan_prores import (
     TransformContext,
     register,
     setting,
+    tensor_parallel_plan,
     trained_parameters,
 )
 
@@ -59,10 +60,10 @@ class TensorParallel(Parallelism):
                 raise ConfigError("parallelism.tensor_parallel.async_tp", problem, value=True)
             return
         key = "parallelism.tensor_parallel_degree"
-        if not hasattr(model, "tensor_parallel_plan"):
+        plan = tensor_parallel_plan(model)
+        if plan is None:
             problem = f"the model {type(model).__name__} has no tensor_parallel_plan() that says how to split it"
             raise ConfigError(key, problem, value=self.degree, allowed="1")
-        plan = model.tensor_parallel_plan()
         if not isinstance(plan, TensorParallelPlan):
             problem = f"{type(model).__name__}.tensor_parallel_plan() returns a {type(plan).__name__}"
             raise ConfigError(

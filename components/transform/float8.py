@@ -24,6 +24,7 @@ from titan_prores import (
     quiet,
     register,
     setting,
+    tensor_parallel_plan,
 )
 
 # torch._scaled_mm takes no other sizes, so a smaller or odd linear would end a run at its first step on a device.
@@ -116,10 +117,11 @@ class Float8(Transform):
         Raises:
             ConfigError: with the linears that would have to be kept.
         """
-        plan = model.tensor_parallel_plan().modules if hasattr(model, "tensor_parallel_plan") else {}
+        plan = tensor_parallel_plan(model)
+        words = plan.modules if plan else {}
         odd = {}
         for linear in self.linears:
-            word = next((word for pattern, word in plan.items() if _matches(linear.name, pattern)), None)
+            word = next((word for pattern, word in words.items() if _matches(linear.name, pattern)), None)
             split = linear.in_features if word == "row" else linear.out_features
             if not linear.kept and split % (degree * MULTIPLE):
                 odd[_starred(linear.name)] = split

@@ -479,9 +479,9 @@ def test_faults_that_one_rank_meets_alone_are_told(tmp_path: Path) -> None:
     told = fork(*common, "--metrics.lonely.how=rank", ranks=2, status=None)
     assert told.status not in (0, None) and told.err.count("error: data: record 17 is bad") == 1
     told = fork(*common, "--metrics.lonely.how=main", ranks=2, status=None)
-    assert told.err.count("rank 0 failed in opening the run's records: OSError: no pen to write with") == 1
+    assert told.err.count("rank 0 failed in starting the metrics: OSError: no pen to write with") == 1
     told = fork(*common, "--metrics.lonely.how=key", status=1)
-    assert "Lonely gives loss, which" in told.err or "a probe gives loss, which" in told.err
+    assert "Lonely gives loss, which" in told.err or "a metric gives loss, which" in told.err
 
 
 def test_a_validator_of_ones_own_measures_what_it_likes(tmp_path: Path) -> None:

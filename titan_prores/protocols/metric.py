@@ -73,8 +73,8 @@ class ModelProbe(Protocol):
 class Metric:
     """Base of metrics components, whose hooks do nothing unless overridden. Config: any Section.
 
-    A sink overrides `write`, a probe `measure`, or `derive` where a row says all that it needs. Sinks only work on
-    rank 0; probes may be collective.
+    A metric that measures overrides `measure`, or `derive` where the row has all it needs; one that shows rows
+    overrides `write`. `measure` runs on all ranks and may be collective, `derive` and `write` run on rank 0.
     """
 
     def __init__(self, config: Section) -> None:
@@ -88,7 +88,7 @@ class Metric:
         from). `probe` runs the model on held-out text; `measure` may use it.
 
         Raises:
-            ConfigError: what the probe needs is not there.
+            ConfigError: what the metric needs is not there.
         """
 
     def start(self, run: RunFolder, info: Mapping[str, Any]) -> None:

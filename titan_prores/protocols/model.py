@@ -77,3 +77,9 @@ class Model(Protocol):
     @optional
     def tensor_parallel_plan(self) -> TensorParallelPlan:
         """How the model is split by tensor parallelism, where it can be."""
+
+
+def tensor_parallel_plan(model: nn.Module) -> TensorParallelPlan | None:
+    """The plan of a model; None where it has none."""
+    plan = getattr(model, "tensor_parallel_plan", None)
+    return None if plan is None else plan()

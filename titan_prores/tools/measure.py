@@ -212,11 +212,11 @@ class Bench:
         tokens, labels = zip(*(windows[number % len(windows)] for number in samples), strict=True)
         batch = Batch(torch.stack(tokens), torch.stack(labels), torch.tensor(samples))
         trainer.loader = itertools.repeat(batch)
-        trainer.records.prepare(trainer.run, trainer.step, recipe.training.steps, trainer.probe)
+        trainer.metrics_hub.prepare(trainer.run, trainer.step, recipe.training.steps, trainer.probe)
         trainer.clock = Throughput(trainer.mesh.device, trainer.mesh.size, trainer.model.flops_per_token())
         self.tokens_per_step = trainer.batch_size * recipe.training.seq_len
         self._probe = _Probe()
-        trainer.records.metrics = [*trainer.records.metrics, self._probe]
+        trainer.metrics_hub.metrics = [*trainer.metrics_hub.metrics, self._probe]
 
     @property
     def row(self) -> Mapping[str, Any]:

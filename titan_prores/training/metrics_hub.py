@@ -21,11 +21,11 @@ from titan_prores.protocols.metric import Metric
 from titan_prores.training.zero_gradients import ZeroGradients
 
 
-class Records:
-    """The metrics components of a run.
+class MetricsHub:
+    """The metrics of a run, as one.
 
     Args:
-        metrics: all of them; probes measure on every rank, sinks write on rank 0.
+        metrics: all of them; they measure on every rank, and show rows on rank 0.
         recipe: of the run.
         mesh: of the run.
     """
@@ -35,16 +35,16 @@ class Records:
         self.zero_gradients = ZeroGradients()
 
     def start(self, run: RunFolder, start_step: int, end_step: int, probe: HeldOutProbe) -> None:
-        """All ranks: start the components; rows past `start_step`, which will be trained again, are moved aside.
+        """All ranks: start the metrics; rows past `start_step`, which will be trained again, are moved aside.
 
         Args:
             run: the run's folder.
             start_step: completed updates.
             end_step: the last one of this run.
-            probe: what probes run the model by.
+            probe: runs the model on held-out text.
 
         Raises:
-            ConfigError: a probe cannot have what it needs.
+            ConfigError: a metric cannot have what it needs.
         """
         info = self.prepare(run, start_step, end_step, probe)
 
@@ -57,7 +57,7 @@ class Records:
         self.mesh.on_main(begin)
 
     def prepare(self, run: RunFolder, start_step: int, end_step: int, probe: HeldOutProbe) -> dict[str, Any]:
-        """All ranks: make the probes ready, without starting a sink. Arguments as of `start`; returns `info`."""
+        """All ranks: prepare the metrics, without starting them. Arguments as of `start`; returns `info`."""
         info = {
             "total_steps": self.recipe.training.steps,
             "end_step": end_step,
@@ -72,7 +72,7 @@ class Records:
         return info
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
-        """All ranks: what the probes find, between the backward passes of update `step` and clipping."""
+        """All ranks: what the metrics measure, between the backward passes of update `step` and clipping."""
         found: dict[str, Any] = {}
         for metric in self.metrics:
             add(found, metric.measure(step, model), type(metric).__name__)
@@ -84,7 +84,7 @@ class Records:
             metric.write(row)
 
     def write_step(self, row: dict[str, Any], transforms: Transforms, probed: Mapping[str, Any]) -> None:
-        """Show the row of a step with what transforms and probes add to it; nothing on ranks other than 0."""
+        """Show the row of a step with what transforms and metrics add to it; nothing on ranks other than 0."""
         if not self.is_main:
             return
         self.zero_gradients.look(row)
@@ -92,7 +92,7 @@ class Records:
         for transform in transforms:
             detailed = step % self.recipe.metrics.log_freq == 0
             add(row, transform.row(step, detailed=detailed), type(transform).__name__)
-        add(row, probed, "a probe")
+        add(row, probed, "a metric")
         for metric in self.metrics:
             add(row, metric.derive(row), type(metric).__name__)
         self.write(row)

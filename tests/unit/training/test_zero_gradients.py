@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from titan_prores.training.metrics_hub import Records
+from titan_prores.training.metrics_hub import MetricsHub
 
 
 @pytest.fixture
@@ -12,9 +12,9 @@ def warned(logged):
     """Gradient norms of steps 1, 2 ... to what a run's rows make it say."""
 
     def feed(norms):
-        records = Records([], SimpleNamespace(metrics=SimpleNamespace(log_freq=1)), SimpleNamespace(is_main=True))
+        hub = MetricsHub([], SimpleNamespace(metrics=SimpleNamespace(log_freq=1)), SimpleNamespace(is_main=True))
         for step, norm in enumerate(norms, 1):
-            records.write_step({"step": step, "loss": 5.549076, "grad_norm": norm}, [], {})
+            hub.write_step({"step": step, "loss": 5.549076, "grad_norm": norm}, [], {})
         return logged
 
     return feed
