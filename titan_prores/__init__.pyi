@@ -75,8 +75,8 @@ from .protocols.dataset import DatasetSection as DatasetSection
 from .protocols.loss import Loss as Loss
 from .protocols.loss import LossTerms as LossTerms
 from .protocols.lr_scheduler import LRScheduler as LRScheduler
+from .protocols.metric import ActivationReader as ActivationReader
 from .protocols.metric import Metric as Metric
-from .protocols.metric import ModelProbe as ModelProbe
 from .protocols.model import InitRule as InitRule
 from .protocols.model import Model as Model
 from .protocols.model import TensorParallelPlan as TensorParallelPlan

@@ -31,8 +31,8 @@ from titan_prores.distributed.mesh import World
 from titan_prores.distributed.signals import Stopped, StopRequest
 from titan_prores.distributed.watchdog import FOR_DATA, Watchdog, group_timeout
 from titan_prores.model.grad_norm import clip, total_norm
+from titan_prores.model.held_out_reader import HeldOutReader
 from titan_prores.model.loss import as_terms
-from titan_prores.model.probe import HeldOutProbe
 from titan_prores.model.weight_init import name_seed
 from titan_prores.output.log import logger, setup
 from titan_prores.output.run_folder import RunFolder
@@ -132,7 +132,7 @@ class Trainer:
             )
         self.model = materialize(recipe, self.parts, self.mesh.device)
         self.optimizer, self.added = self.parts.build_optimizer(self.model)
-        self.probe = HeldOutProbe(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
+        self.reader = HeldOutReader(self.model, self.transforms, self.mesh, self.data.validation, recipe.training)
         if resume_step is not None:
             self._load(resume_step, meta)
         else:
@@ -157,7 +157,7 @@ class Trainer:
         recipe, training = self.recipe, self.recipe.training
         self.end = min(training.steps, training.stop_after or training.steps)
         self._begin("starting the metrics")
-        self.metrics_hub.start(self.run, self.step, self.end, self.probe)
+        self.metrics_hub.start(self.run, self.step, self.end, self.reader)
         self.mesh.on_main(lambda: self.run.note_start(recipe, self.mesh.degrees, self.step))
         tokens, ranks = counted(self.batch_size * training.seq_len, "token"), counted(self.mesh.size, "rank")
         logger.info("%s per step on %s", tokens, ranks)
@@ -238,7 +238,7 @@ class Trainer:
                 other_sums[name] = other_sums.get(name, 0.0) + term.detach() / valid
 
         self.transforms.after_backward()
-        probed = self.metrics_hub.measure(self.step + 1, self.model)
+        measured = self.metrics_hub.measure(self.step + 1, self.model)
         grad_norm = clip(self.model.parameters(), self.recipe.training.max_norm, apart=self.added)
         summed = self.mesh.sum_over_data(torch.stack([loss_sum, *other_sums.values()]))
         numbers = torch.cat([summed, grad_norm.to(summed).view(1)])
@@ -265,7 +265,7 @@ class Trainer:
             **({} if finite else {"skipped": True}),
         }
         add(row, dict(zip(other_sums, other_values, strict=True)), "the loss")
-        self.metrics_hub.write_step(row, self.transforms, probed)
+        self.metrics_hub.write_step(row, self.transforms, measured)
         self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
 
     def pass_over_batch(self) -> None:
@@ -288,7 +288,7 @@ class Trainer:
         self.loader.close()
         self._open_loader()
         self.metrics_hub.close()
-        self.metrics_hub.start(self.run, self.step, self.end, self.probe)
+        self.metrics_hub.start(self.run, self.step, self.end, self.reader)
         self.last_validation, self.validated_step = {}, None
         self.stopped = self.stopped or self.mesh.first(self.stop_request.name)
 

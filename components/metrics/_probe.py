@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from titan_prores import ModelProbe
+    from titan_prores import ActivationReader
 
 
 class ProbeSection(Section):
@@ -30,12 +30,12 @@ class Probe(Metric):
     """Measures when it is due, with the weights and the alpha that the update of the row used."""
 
     end_step: int | None = None
-    probe: ModelProbe
+    reader: ActivationReader
     tokens_BS: torch.Tensor
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
-        self.end_step, self.probe = info["end_step"], probe
-        self.tokens_BS = probe.tokens(self.config.sequences)
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], reader: ActivationReader) -> None:
+        self.end_step, self.reader = info["end_step"], reader
+        self.tokens_BS = reader.tokens(self.config.sequences)
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
         due = step % self.config.every_steps == 0 or step == self.end_step

@@ -21,9 +21,9 @@ class ActivationNorm(Probe):
     def look(self, step: int) -> dict[str, Any]:
         import torch
 
-        probe = self.probe
+        reader = self.reader
         # Of each layer: sum of norms, sum of squares, tokens, elements.
-        sums = torch.zeros(4, len(probe.model.layers), dtype=torch.float64, device=probe.mesh.device)
+        sums = torch.zeros(4, len(reader.model.layers), dtype=torch.float64, device=reader.mesh.device)
 
         def layer(number: int, x_BSD: torch.Tensor, y_BSD: torch.Tensor) -> None:
             norm_BS = torch.linalg.vector_norm(y_BSD, dim=-1).double()
@@ -32,6 +32,6 @@ class ActivationNorm(Probe):
             sums[2, number] += norm_BS.numel()
             sums[3, number] += y_BSD.numel()
 
-        probe.forward(self.tokens_BS, layer=layer)
-        norms, squares, tokens, elements = probe.sum(sums)
+        reader.forward(self.tokens_BS, layer=layer)
+        norms, squares, tokens, elements = reader.sum(sums)
         return {"activation_norm": (norms / tokens).tolist(), "activation_rms": (squares / elements).sqrt().tolist()}

@@ -24,8 +24,8 @@ class BranchRatio(Probe):
     def look(self, step: int) -> dict[str, Any]:
         import torch
 
-        probe = self.probe
-        n_layers, device = len(probe.model.layers), probe.mesh.device
+        reader = self.reader
+        n_layers, device = len(reader.model.layers), reader.mesh.device
         squares: dict[str, torch.Tensor] = {}  # name -> [branch and stream, layer]
 
         def add(number: int, name: str, x_BSD: torch.Tensor, branch_BSD: torch.Tensor) -> None:
@@ -34,8 +34,8 @@ class BranchRatio(Probe):
             found = torch.stack([branch_BSD.square().sum(dtype=torch.float64), x_BSD.square().sum(dtype=torch.float64)])
             squares[name][:, number] = found + squares[name][:, number].nan_to_num(nan=0.0)
 
-        probe.forward(self.tokens_BS, add=add)
-        summed = probe.sum(torch.stack(list(squares.values())))
+        reader.forward(self.tokens_BS, add=add)
+        summed = reader.sum(torch.stack(list(squares.values())))
         ratios = (summed[:, 0] / summed[:, 1]).sqrt().tolist()
         return {
             f"branch_ratio_{name.removesuffix('_add').replace('.', '_')}": found

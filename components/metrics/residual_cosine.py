@@ -14,7 +14,7 @@ from titan_prores.components.metrics._probe import Probe, ProbeSection
 if TYPE_CHECKING:
     import torch
 
-    from titan_prores import ModelProbe
+    from titan_prores import ActivationReader
 
 FILE = "residual_reference.npz"
 
@@ -40,21 +40,21 @@ class ResidualCosine(Probe):
 
     reference: tuple[int, torch.Tensor] | None = None  # step, unit vectors [L, B, S, D] in fp16
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
-        super().prepare(run, info, probe)
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], reader: ActivationReader) -> None:
+        super().prepare(run, info, reader)
         self.run, self.first_step = run, self.config.reference_ratio * info["total_steps"]
         self.reference = _read(run.path / FILE, self.tokens_BS)
         usable = self.reference is not None and self.reference[0] <= info["start_step"]
-        if not all(probe.mesh.gather(usable)):
+        if not all(reader.mesh.gather(usable)):
             self.reference = None
 
     def look(self, step: int) -> dict[str, Any]:
         if self.reference is not None:
             then, directions_LBSD = self.reference
-            found = self.probe.residual_cosines(self.tokens_BS, directions_LBSD)
+            found = self.reader.residual_cosines(self.tokens_BS, directions_LBSD)
             return {"residual_cosine": found, "residual_cosine_step": then}
         if step >= self.first_step:
-            self.reference = step, self.probe.residual_directions(self.tokens_BS)
+            self.reference = step, self.reader.residual_directions(self.tokens_BS)
             self.run.write_file(FILE, _content(step, self.tokens_BS, self.reference[1]))
             logger.info("residual_cosine: later steps are compared with what layers add in step %d", step)
         return {}

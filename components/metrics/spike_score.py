@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from titan_prores import Metric, RunFolder, Section, SpikeScore, read_rows, register, setting
 
 if TYPE_CHECKING:
-    from titan_prores import ModelProbe
+    from titan_prores import ActivationReader
 
 KEYS = ("loss", "grad_norm")
 
@@ -37,7 +37,7 @@ class SpikeScores(Metric):
 
     scores: Mapping[str, SpikeScore] | None = None
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], reader: ActivationReader) -> None:
         config = self.config
         self.end_step = info["end_step"]
         self.scores = {

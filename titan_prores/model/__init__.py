@@ -1,1 +1,1 @@
-"""Weights, transforms, memory and probes of a model."""
+"""Weights, transforms, memory and activations of a model."""

@@ -21,7 +21,7 @@ LayerObserver = Callable[[int, "torch.Tensor", "torch.Tensor"], None]
 AddObserver = Callable[[int, str, "torch.Tensor", "torch.Tensor"], None]
 
 
-class ModelProbe(Protocol):
+class ActivationReader(Protocol):
     """Runs the model on a fixed batch of held-out text, without gradients, with observers between its parts.
 
     Shapes: B sequences, S tokens of a sequence (this rank's part of them, where they are split), D dim, L layers. Under
@@ -80,12 +80,12 @@ class Metric:
     def __init__(self, config: Section) -> None:
         self.config = config
 
-    def prepare(self, run: RunFolder, info: Mapping[str, Any], probe: ModelProbe) -> None:
+    def prepare(self, run: RunFolder, info: Mapping[str, Any], reader: ActivationReader) -> None:
         """All ranks, before `start`, and again where a run goes back to a checkpoint.
 
         `info`: total_steps (of the schedules), end_step (last of this run), start_step (completed ones), n_layers,
         log_freq, recipe (the resolved one, nested tables) and recipe_toml (its text, each value with where it came
-        from). `probe` runs the model on held-out text; `measure` may use it.
+        from). `reader` runs the model on held-out text; `measure` may use it.
 
         Raises:
             ConfigError: what the metric needs is not there.

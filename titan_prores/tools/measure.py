@@ -159,7 +159,7 @@ def load(path: Path, overrides: Sequence[str] = (), world_size: int = 1) -> Reci
     return resolve(sources.load(path, overrides, registry.DEFAULTS), world_size)
 
 
-class _Probe(Metric):
+class _StepTimer(Metric):
     """Notes when the backward passes of a step are done, the gradients they left and the row of the step."""
 
     def __init__(self) -> None:
@@ -212,16 +212,16 @@ class Bench:
         tokens, labels = zip(*(windows[number % len(windows)] for number in samples), strict=True)
         batch = Batch(torch.stack(tokens), torch.stack(labels), torch.tensor(samples))
         trainer.loader = itertools.repeat(batch)
-        trainer.metrics_hub.prepare(trainer.run, trainer.step, recipe.training.steps, trainer.probe)
+        trainer.metrics_hub.prepare(trainer.run, trainer.step, recipe.training.steps, trainer.reader)
         trainer.clock = Throughput(trainer.mesh.device, trainer.mesh.size, trainer.model.flops_per_token())
         self.tokens_per_step = trainer.batch_size * recipe.training.seq_len
-        self._probe = _Probe()
-        trainer.metrics_hub.metrics = [*trainer.metrics_hub.metrics, self._probe]
+        self._timer = _StepTimer()
+        trainer.metrics_hub.metrics = [*trainer.metrics_hub.metrics, self._timer]
 
     @property
     def row(self) -> Mapping[str, Any]:
         """The metrics row of the latest step; empty on ranks other than 0."""
-        return self._probe.row
+        return self._timer.row
 
     def step(self) -> float:
         """One optimizer update; seconds until the device has done it."""
@@ -232,17 +232,17 @@ class Bench:
 
     def forward_backward(self) -> float:
         """One optimizer update too, of which only forward, loss and backward count. Seconds."""
-        self._probe.wait = self._wait
+        self._timer.wait = self._wait
         start = time.perf_counter()
         self.trainer.train_step()
-        self._probe.wait = None
-        return self._probe.time_after_backward - start
+        self._timer.wait = None
+        return self._timer.time_after_backward - start
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients, before clipping, of one optimizer update: name -> the whole tensor, on the CPU. Collective."""
-        self._probe.gradients = {}
+        self._timer.gradients = {}
         self.step()
-        found, self._probe.gradients = self._probe.gradients, None
+        found, self._timer.gradients = self._timer.gradients, None
         return found
 
     def _wait(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from titan_prores.config.errors import counted
 from titan_prores.config.recipe import Recipe
 from titan_prores.distributed.mesh import Mesh
-from titan_prores.model.probe import HeldOutProbe
+from titan_prores.model.held_out_reader import HeldOutReader
 from titan_prores.model.transforms import Transforms
 from titan_prores.output.log import logger
 from titan_prores.output.recipe_file import annotated_toml
@@ -34,19 +34,19 @@ class MetricsHub:
         self.metrics, self.recipe, self.mesh, self.is_main = metrics, recipe, mesh, mesh.is_main
         self.zero_gradients = ZeroGradients()
 
-    def start(self, run: RunFolder, start_step: int, end_step: int, probe: HeldOutProbe) -> None:
+    def start(self, run: RunFolder, start_step: int, end_step: int, reader: HeldOutReader) -> None:
         """All ranks: start the metrics; rows past `start_step`, which will be trained again, are moved aside.
 
         Args:
             run: the run's folder.
             start_step: completed updates.
             end_step: the last one of this run.
-            probe: runs the model on held-out text.
+            reader: runs the model on held-out text.
 
         Raises:
             ConfigError: a metric cannot have what it needs.
         """
-        info = self.prepare(run, start_step, end_step, probe)
+        info = self.prepare(run, start_step, end_step, reader)
 
         def begin() -> None:
             if moved := run.set_aside_metrics(start_step):
@@ -56,19 +56,19 @@ class MetricsHub:
 
         self.mesh.on_main(begin)
 
-    def prepare(self, run: RunFolder, start_step: int, end_step: int, probe: HeldOutProbe) -> dict[str, Any]:
+    def prepare(self, run: RunFolder, start_step: int, end_step: int, reader: HeldOutReader) -> dict[str, Any]:
         """All ranks: prepare the metrics, without starting them. Arguments as of `start`; returns `info`."""
         info = {
             "total_steps": self.recipe.training.steps,
             "end_step": end_step,
             "start_step": start_step,
-            "n_layers": len(probe.model.layers),
+            "n_layers": len(reader.model.layers),
             "log_freq": self.recipe.metrics.log_freq,
             "recipe": self.recipe.to_dict(),
             "recipe_toml": annotated_toml(self.recipe),
         }
         for metric in self.metrics:
-            metric.prepare(run, info, probe)
+            metric.prepare(run, info, reader)
         return info
 
     def measure(self, step: int, model: nn.Module) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class MetricsHub:
         for metric in self.metrics if self.is_main else ():
             metric.write(row)
 
-    def write_step(self, row: dict[str, Any], transforms: Transforms, probed: Mapping[str, Any]) -> None:
+    def write_step(self, row: dict[str, Any], transforms: Transforms, measured: Mapping[str, Any]) -> None:
         """Show the row of a step with what transforms and metrics add to it; nothing on ranks other than 0."""
         if not self.is_main:
             return
@@ -92,7 +92,7 @@ class MetricsHub:
         for transform in transforms:
             detailed = step % self.recipe.metrics.log_freq == 0
             add(row, transform.row(step, detailed=detailed), type(transform).__name__)
-        add(row, probed, "a metric")
+        add(row, measured, "a metric")
         for metric in self.metrics:
             add(row, metric.derive(row), type(metric).__name__)
         self.write(row)

@@ -17,7 +17,7 @@ from titan_prores.components.metrics.residual_cosine import FILE, ResidualCosine
 from titan_prores.components.transform.compile import graphs
 from titan_prores.config.engine_sections import Training
 from titan_prores.config.errors import ConfigError
-from titan_prores.model.probe import HeldOutProbe
+from titan_prores.model.held_out_reader import HeldOutReader
 from titan_prores.model.transforms import Transforms
 from titan_prores.output.run_folder import RunFolder
 from titan_prores.prores import ResidualAdd
@@ -42,8 +42,8 @@ class Stream:
         return np.arange(start, start + count) % 60
 
 
-def held_out_probe(made: Transformed, length: int = 5 * SEQ_LEN + 1) -> HeldOutProbe:
-    return HeldOutProbe(
+def held_out_reader(made: Transformed, length: int = 5 * SEQ_LEN + 1) -> HeldOutReader:
+    return HeldOutReader(
         made.model, made.transforms, MESH, Stream(length), Training(seq_len=SEQ_LEN, local_batch_size=2)
     )
 
@@ -51,16 +51,16 @@ def held_out_probe(made: Transformed, length: int = 5 * SEQ_LEN + 1) -> HeldOutP
 def prepared(component, made: Transformed, run=None, start_step: int = 0, **settings):
     probe = component(component.Config(every_steps=2, **settings))
     info = {"total_steps": 20, "end_step": 9, "start_step": start_step}
-    probe.prepare(run, info, held_out_probe(made))
+    probe.prepare(run, info, held_out_reader(made))
     return probe
 
 
 def test_windows_are_spread_over_the_text() -> None:
-    held = held_out_probe(Transformed())
+    held = held_out_reader(Transformed())
     assert held.tokens(2)[:, 0].tolist() == [0, 2 * SEQ_LEN]
     assert len(held.tokens(99)) == 5, "all there are"
     with pytest.raises(ConfigError, match="validation split has 3 tokens"):
-        held_out_probe(Transformed(), 3).tokens(1)
+        held_out_reader(Transformed(), 3).tokens(1)
 
 
 def test_due_every_so_many_steps_and_at_the_end() -> None:
@@ -73,14 +73,14 @@ def test_due_every_so_many_steps_and_at_the_end() -> None:
 def test_no_graph_is_added_and_nothing_changes() -> None:
     torch._dynamo.reset()
     made, plain = Transformed(transform("compile", backend="eager")), Transformed()
-    held = held_out_probe(made)
+    held = held_out_reader(made)
     made.gradients(2)
     before, random_state = graphs(), torch.get_rng_state()
     gradients = {name: p.grad.clone() for name, p in made.model.named_parameters()}
     seen, expected = [], []
     for each, found in ((made, seen), (plain, expected)):
         each.gradients(2)
-        held_out_probe(each).forward(
+        held_out_reader(each).forward(
             held.tokens(3), layer=lambda number, x, y, found=found: found.append((number, x, y))
         )
     assert [number for number, _, _ in seen] == [0, 1, 2, 3] * 2, "three sequences are two parts of at most two"
@@ -107,7 +107,7 @@ def test_dropout_draws_nothing_and_a_failure_leaves_no_hook() -> None:
     model = nn.Module()
     model.layers, model.embedding = nn.ModuleList([Dropped()]), nn.Embedding(60, 4)
     model.forward = lambda tokens: model.layers[0](model.embedding(tokens))
-    held = HeldOutProbe(model, Transforms(()), MESH, Stream(40), Training(seq_len=4, local_batch_size=2))
+    held = HeldOutReader(model, Transforms(()), MESH, Stream(40), Training(seq_len=4, local_batch_size=2))
     state, found = torch.get_rng_state(), []
     held.forward(held.tokens(1), add=lambda number, name, x, branch: found.append((name, branch)))
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_branches_that_are_off_have_ratio_0_and_no_direction() -> None:
         "branch_ratio_attention": [0.0] * N_LAYERS,
         "branch_ratio_ffn": [0.0] * N_LAYERS,
     }
-    held = held_out_probe(made)
+    held = held_out_reader(made)
     tokens_BS = held.tokens(2)
     off = held.residual_directions(tokens_BS)
     assert off.shape == (N_LAYERS, 2, SEQ_LEN, 32) and off.dtype == torch.float16 and not off.any()

@@ -13,7 +13,7 @@ from titan_prores.distributed.mesh import World
 from titan_prores.output.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from titan_prores.model.probe import HeldOutProbe
+    from titan_prores.model.held_out_reader import HeldOutReader
 
 # Whatever the run was spread over, here it is one process, which only looks.
 ALONE = (
@@ -58,16 +58,16 @@ def checkpoint_cosines(run: Path, first: int, second: int, sequences: int, devic
         directions = None
         for step, path in zip((first, second), paths, strict=True):
             with tempfile.TemporaryDirectory(prefix="cosine-") as scratch:
-                probe = _built(run, step, path, Path(scratch) / "run", device)
-                tokens_BS = probe.tokens(sequences)
+                reader = _built(run, step, path, Path(scratch) / "run", device)
+                tokens_BS = reader.tokens(sequences)
                 if directions is None:
-                    directions = probe.residual_directions(tokens_BS)
-        return probe.residual_cosines(tokens_BS, directions)
+                    directions = reader.residual_directions(tokens_BS)
+        return reader.residual_cosines(tokens_BS, directions)
     finally:
         mesh.stop()
 
 
-def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -> HeldOutProbe:
+def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -> HeldOutReader:
     """The run's model as update `step + 1` would find it, from a checkpoint that nothing is written beside."""
     from titan_prores.trainer import Trainer
 
@@ -94,4 +94,4 @@ def _built(run: Path, step: int, checkpoint: Path, scratch: Path, device: str) -
     except Exception as error:  # whatever a transform makes of a state that it has not written
         problem = f"the state of the transforms in {checkpoint} cannot be taken: {type(error).__name__}: {error}"
         raise ConfigError("--checkpoints", problem, value=step) from error
-    return trainer.probe
+    return trainer.reader

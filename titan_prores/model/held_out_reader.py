@@ -1,4 +1,4 @@
-"""What flows through a model on a fixed batch of held-out text: the forward pass that probes look into.
+"""What flows through a model on a fixed batch of held-out text: the forward pass that metrics look into.
 
 Shape suffixes: B sequences, S tokens of a sequence (this rank's part of them, where they are split), D dim, L layers.
 """
@@ -18,11 +18,11 @@ from titan_prores.distributed.mesh import Mesh
 from titan_prores.model.transforms import Transforms
 from titan_prores.prores.residual import ResidualAdd, ScaledResidualAdd
 from titan_prores.protocols.batch import IGNORED_LABEL, Batch
-from titan_prores.protocols.metric import AddObserver, LayerObserver, ModelProbe
+from titan_prores.protocols.metric import ActivationReader, AddObserver, LayerObserver
 
 
-class HeldOutProbe(ModelProbe):
-    """A `ModelProbe` over the run's held-out tokens.
+class HeldOutReader(ActivationReader):
+    """A `ActivationReader` over the run's held-out tokens.
 
     Compiled blocks ignore hooks that come after their first run, so a pass runs their Python code: no graph is added.
     Every data-parallel rank runs the same batch.
