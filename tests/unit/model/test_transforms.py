@@ -21,7 +21,7 @@ from titan_prores.model.transforms import Transforms
 from titan_prores.model.weight_init import ones
 from titan_prores.protocols.batch import Batch
 from titan_prores.protocols.model import InitRule
-from titan_prores.protocols.transform import Phase, Transform, TransformContext
+from titan_prores.protocols.transform import Capability, Phase, Transform, TransformContext
 
 CALLS: list[tuple[str, str]] = []
 # Every hook that the engine calls on a run's transforms, with what it is called with.
@@ -119,6 +119,30 @@ def test_a_recipe_gives_them_in_that_order() -> None:
     assert [part.name for part in recipe.sets["transforms"]] == ["compile", "prores"]
     built = build_components(recipe, plan_mesh(recipe.parallelism, 1))
     assert [name for name, _ in built.transforms.named] == ["prores", "tensor_parallel", "compile", "fsdp"]
+
+
+def test_another_transform_is_known_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory budget needs a compiler that keeps to it, whatever that is called; the one called compile may not."""
+    monkeypatch.setattr(registry, "_table", {kind: dict(named) for kind, named in registry._table.items()})
+
+    @registry.register("transform", "another_compiler")
+    class AnotherCompiler(Transform):
+        class Config(Section): ...
+
+        phase = Phase.COMPILE
+
+        @classmethod
+        def capabilities(cls, config: Section) -> list[Capability]:
+            return [Capability.COMPILES_LAYERS, Capability.KEEPS_MEMORY_BUDGET]
+
+        def apply(self, model: nn.Module, context: TransformContext) -> None:
+            pass
+
+    budget = ["--model.flavor=debug", "--transforms.activation_checkpoint.mode=memory_budget"]
+    resolve(sources.load(None, [*budget, "--transforms.another_compiler.enabled=true"], registry.DEFAULTS))
+    for others, said in (([], "needs the transform compile"), (["--transforms.compile.backend=eager"], "inductor")):
+        with pytest.raises(ConfigErrors, match=said):
+            resolve(sources.load(None, [*budget, *others], registry.DEFAULTS))
 
 
 def test_rules_and_groups_of_all_come_together() -> None:
