@@ -17,7 +17,7 @@ _MAX_PIECE = 1_000_000  # characters; the library takes some 200 bytes of memory
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """A panic of the library, which some files bring about, is no Exception and would end the run unexplained."""
+    """A panic of the library, which some files bring about, is not an Exception and would end the run unexplained."""
     try:
         yield
     except BaseException as error:

@@ -68,8 +68,8 @@ class TiktokenFileTokenizer:
     def __init__(self, config: Config) -> None:
         """
         Raises:
-            ConfigError: the file cannot be read or is no ranks file, the pattern is no regex or leaves out parts of a
-                text, special tokens collide, or eot_token is not one of them.
+            ConfigError: the file cannot be read or is not a ranks file, the pattern is not a regex or leaves out parts
+                of a text, special tokens collide, or eot_token is not one of them.
         """
         raw = _read(config.path)
         ranks = parse_ranks(raw, config.path)

@@ -357,6 +357,7 @@ def _layers(
         try:
             try:
                 file = Path(located(base, path.parent, PathRule(read=True)))
+                file = file if os.path.exists(file) else _shipped(Path(base))
             except ConfigError as error:
                 raise ConfigErrors([error.under("base").at(place(("base",)))]) from error
             for layer in _layers(file, chain=(*chain, path), named_by=place(("base",)), written=base):

@@ -329,3 +329,16 @@ def test_noise_never_crashes(tmp_path):
         except ConfigErrors:
             pass
     assert 20 < parsed < 1480
+
+
+def test_a_recipe_that_is_shipped_is_named_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = sources.load(Path("quickstart")).values
+    assert shipped["training"]["steps"] and shipped == sources.load(sources.SHIPPED / "quickstart.toml").values
+    (tmp_path / "my.toml").write_text('base = "quickstart"\ntraining.seed = 7')
+    found = sources.load(tmp_path / "my.toml").values
+    assert found["training"] == {**shipped["training"], "seed": 7} and "description" not in found["job"]
+    with pytest.raises(ConfigErrors, match=r"no such file; did you mean quickstart\?"):
+        sources.load(Path("quikstart"))
+    (tmp_path / "quickstart").write_text("[training]\nsteps = 3")  # a file of one's own of that name comes first
+    assert sources.load(Path("quickstart")).values == {"training": {"steps": 3}}
