@@ -53,7 +53,7 @@ class Trainer:
 
     Attributes:
         saved_step: completed updates at the last checkpoint that was written or loaded; 0 without one.
-        step: completed optimizer updates, passed-over batches included.
+        step: completed optimizer updates, skipped batches included.
         samples: sequences trained on so far; the position in the data.
         stage: what it is doing, for the crash report.
         failures: where a rank that fails says so; None until there is a process group.
@@ -179,8 +179,8 @@ class Trainer:
                 self.validate()  # a signal had cut it short
             while self.step < self.end and not self.stopped:
                 self._begin(f"step {self.step + 1}")
-                if self.samples in self.nonfinite.pass_over:
-                    self.pass_over_batch()
+                if self.samples in self.nonfinite.to_skip:
+                    self.skip_batch()
                 else:
                     try:
                         self.train_step()
@@ -268,7 +268,7 @@ class Trainer:
         self.metrics_hub.write_step(row, self.transforms, measured)
         self.nonfinite.judge(self.step, sample, finite=finite, loss=loss_value, grad_norm=norm_value)
 
-    def pass_over_batch(self) -> None:
+    def skip_batch(self) -> None:
         """Take the microbatches of update number `self.step + 1`, and leave the weights as they are."""
         for _ in range(self.gradient_accumulation_steps):
             self.next_batch()

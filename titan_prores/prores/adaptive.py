@@ -133,11 +133,11 @@ class AdaptiveSchedule(ResidualSchedule):
         begun, mean, change = state.get("begun", [0]), state.get("mean"), state.get("change")
         steps = isinstance(begun, list) and all(isinstance(step, int) for step in begun)
         if not steps or not begun or begun[0] != 0 or any(a >= b for a, b in itertools.pairwise(begun)):
-            raise ValueError(f"no state of an adaptive schedule: layers begin at {begun}")
+            raise ValueError(f"not a valid state of an adaptive schedule: layers begin at {begun}")
         if len(begun) > self.n_layers:
             raise ValueError(f"the state of an adaptive schedule is of {len(begun)} layers, not of {self.n_layers}")
         if not all(value is None or isinstance(value, (int, float)) for value in (mean, change)):
-            raise ValueError(f"no state of an adaptive schedule: mean {mean}, change {change}")
+            raise ValueError(f"not a valid state of an adaptive schedule: mean {mean}, change {change}")
         self._begun: list[int] = list(begun)
         self._mean: float | None = mean
         self.change: float | None = change

@@ -40,14 +40,14 @@ class NonFinitePolicy:
 
     Attributes:
         skipped_in_a_row: batches skipped by "skip" since the last update.
-        pass_over: first samples of the batches that a run which has gone back will not train on.
+        to_skip: first samples of the batches that a run which has gone back will not train on.
         offending: first sample of the batch for which the run is to go back now.
     """
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.skipped_in_a_row = 0
-        self.pass_over: set[int] = set()
+        self.to_skip: set[int] = set()
         self.offending: int | None = None
         self._rewinds: Counter[int] = Counter()  # by step of the checkpoint that was gone back to
         self._problem = ""
@@ -100,26 +100,26 @@ class NonFinitePolicy:
         if self._rewinds[checkpoint_step] > (most := self.training.max_nonfinite_rewinds):
             raise NonFiniteError(f"{self._problem}, after going back to step {checkpoint_step} {counted(most, 'time')}")
         batches = [self.offending - back * batch_size for back in range(self.training.rewind_batches)]
-        self.pass_over.update(first for first in batches if first >= samples)
+        self.to_skip.update(first for first in batches if first >= samples)
         self.offending = None
         logger.warning(
             "%s: going back to the checkpoint of step %d; %s will be skipped",
             self._problem,
             checkpoint_step,
-            counted(sum(first >= samples for first in self.pass_over), "batch"),
+            counted(sum(first >= samples for first in self.to_skip), "batch"),
         )
 
     def state(self, sample: int) -> dict[str, Any]:
         """What a checkpoint remembers, JSON-ready; `sample` is the first that has not been seen."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
-            "pass_over": sorted(first for first in self.pass_over if first >= sample),
+            "pass_over": sorted(first for first in self.to_skip if first >= sample),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take what `state` gave; batches that this run has found itself stay skipped."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        self.pass_over.update(state.get("pass_over", ()))
+        self.to_skip.update(state.get("pass_over", ()))
 
 
 def keep_batch(

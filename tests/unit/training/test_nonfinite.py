@@ -37,10 +37,10 @@ def test_going_back_is_counted_by_checkpoint() -> None:
         assert policy.offending is None
     policy.judge(1, 480, **BAD)
     policy.rewind(6, 16, 96)
-    assert policy.pass_over == {144, 160, 304, 320, 464, 480}
+    assert policy.to_skip == {144, 160, 304, 320, 464, 480}
     policy.judge(1, 96, **BAD)
     policy.rewind(7, 16, 96)
-    assert 80 not in policy.pass_over, "the checkpoint has seen it"
+    assert 80 not in policy.to_skip, "the checkpoint has seen it"
     policy.judge(1, 640, **BAD)
     with pytest.raises(NonFiniteError, match="after going back to step 5 2 times"):
         policy.rewind(5, 16, 80)
@@ -54,9 +54,9 @@ def test_a_checkpoint_remembers_batches_that_are_still_to_come() -> None:
     assert remembered == {"skipped_in_a_row": 0, "pass_over": [160]} and policy.state(176)["pass_over"] == []
     resumed = NonFinitePolicy(Training())
     resumed.load_state(remembered)
-    assert resumed.pass_over == {160}
+    assert resumed.to_skip == {160}
     resumed.load_state({"skipped_in_a_row": 3})  # as of checkpoints that know nothing of it
-    assert resumed.skipped_in_a_row == 3 and resumed.pass_over == {160}
+    assert resumed.skipped_in_a_row == 3 and resumed.to_skip == {160}
 
 
 MESH = SimpleNamespace(data_rank=0, is_first_with_data=True, is_main=True, gather=lambda value: [value])
