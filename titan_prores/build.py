@@ -138,35 +138,35 @@ def build_components(
         match_rules(model.init_rules(), [name for name, _ in model.named_parameters()])
         return model
 
-    def build_part(part: ComponentSpec, **context: Any) -> Any:
-        return attempt(lambda: part.build(**context), part.key)
+    def build_component(spec: ComponentSpec, **context: Any) -> Any:
+        return attempt(lambda: spec.build(**context), spec.key)
 
-    tokenizer = build_part(slots["tokenizer"])
-    dataset = build_part(slots["dataset"])
+    tokenizer = build_component(slots["tokenizer"])
+    dataset = build_component(slots["dataset"])
     model = attempt(build_model, "model")
-    loss = build_part(slots["loss"])
-    optimizer = build_part(slots["optimizer"])
-    lr_scheduler = build_part(slots["lr_scheduler"], total_steps=training.steps)
+    loss = build_component(slots["loss"])
+    optimizer = build_component(slots["optimizer"])
+    lr_scheduler = build_component(slots["lr_scheduler"], total_steps=training.steps)
     if lr_scheduler is not None:
         attempt(lambda: _check_factors(lr_scheduler, training.steps), "lr_scheduler")
-    validator = build_part(slots["validation"])
-    metrics = [build_part(part) for part in recipe.sets["metrics"]]
+    validator = build_component(slots["validation"])
+    metrics = [build_component(spec) for spec in recipe.sets["metrics"]]
     found = len(errors)
     if optimizer is not None and model is not None and (own := trained_parameters(model)):
         attempt(lambda: optimizer.build(own), "optimizer")
     # What transforms will add is not there yet: where they may add what a pattern is for, `build_optimizer` decides.
     unmatched = errors[found:]
 
-    def build_transform(part: ComponentSpec) -> Transform:
-        transform = part.build()
+    def build_transform(spec: ComponentSpec) -> Transform:
+        transform = spec.build()
         if model is not None:
             _check_extras(transform, model)
             transform.prepare(model, degrees)
             transform.check(model, degrees)
         return transform
 
-    parts = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
-    transforms = [(part.name, attempt(lambda part=part: build_transform(part), part.key)) for part in parts]
+    specs = (*recipe.sets["transforms"], *recipe.sets["parallelism"])
+    transforms = [(spec.name, attempt(lambda spec=spec: build_transform(spec), spec.key)) for spec in specs]
     if errors == unmatched and any(type(each).init_rules is not Transform.init_rules for _, each in transforms):
         errors = []
     if missing is not None and (tokenizer is not None or getattr(slots["model"].config, "vocab_size", None)):
@@ -226,7 +226,7 @@ def transform_model(
     try:
         lines = components.transforms.apply(components.model, context)
     except ConfigError as error:
-        whole_keys = {part.name: part.key for part in (*recipe.sets["transforms"], *recipe.sets["parallelism"])}
+        whole_keys = {spec.name: spec.key for spec in (*recipe.sets["transforms"], *recipe.sets["parallelism"])}
         key = whole_keys.get(error.key, error.key)
         raise error.but(key=key).at(recipe.origins.get(key)) from error
     components.parameter_device = context.parameter_device

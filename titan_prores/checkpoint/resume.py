@@ -39,13 +39,13 @@ def check_start(
     """
     source = recipe.slots["checkpoint"].config.weights_from()  # with checkpoints off it is refused already
     errors = []
-    for part in recipe.sets["transforms"] if source is not None else ():
-        transform, key = transforms[part.name], part.component.start_key
-        if key is not None and getattr(part.config, key) is None and transform.start_matters():
-            which = f"{source}{_trained_with(source_meta, part)}"
+    for spec in recipe.sets["transforms"] if source is not None else ():
+        transform, key = transforms[spec.name], spec.component.start_key
+        if key is not None and getattr(spec.config, key) is None and transform.start_matters():
+            which = f"{source}{_trained_with(source_meta, spec)}"
             errors.append(
                 ConfigError(
-                    f"{part.key}.{key}",
+                    f"{spec.key}.{key}",
                     f"has to be set, as the weights come from {which}",
                     allowed='"warm" = the model they are of is past its warmup, or was trained without one; a step = '
                     "their warmup goes on from there, such as the step of that checkpoint; "
@@ -67,14 +67,14 @@ def _trained_otherwise(
     Where the recipe says where a schedule starts, it has said what the weights are.
     """
     tables, now = source_meta["recipe"].get("transforms", {}), recipe.to_dict()["transforms"]
-    parts = {split_key(part.key)[-1]: part for part in recipe.sets["transforms"]}
+    specs = {split_key(spec.key)[-1]: spec for spec in recipe.sets["transforms"]}
     for label, changes in source_meta.get("changes_model", {}).items():
-        if changes and label not in parts:
+        if changes and label not in specs:
             yield label, "with"
     rules = recipe.resume_rules()
-    for label, part in parts.items():
-        transform, key = transforms[part.name], part.component.start_key
-        said = key is not None and getattr(part.config, key) is not None
+    for label, spec in specs.items():
+        transform, key = transforms[spec.name], spec.component.start_key
+        said = key is not None and getattr(spec.config, key) is not None
         if said or not changes_model(transform) or transform.leaves_model_as_it_is(0):
             continue
         if not tables.get(label, {"enabled": False}).get("enabled", True):
@@ -86,11 +86,11 @@ def _trained_otherwise(
             yield label, "with other settings of"
 
 
-def _trained_with(meta: Mapping[str, Any] | None, part: ComponentSpec) -> str:
+def _trained_with(meta: Mapping[str, Any] | None, spec: ComponentSpec) -> str:
     """Words on how far the run had come that weights are taken from, and whether it had a transform on."""
     if not meta:
         return ""
-    label = split_key(part.key)[-1]
+    label = split_key(spec.key)[-1]
     table = meta["recipe"].get("transforms", {}).get(label, {"enabled": False})
     return f", trained {counted(meta['step'], 'step')} {'with' if table.get('enabled', True) else 'without'} {label}"
 
@@ -108,21 +108,21 @@ def switched(
     """
     tables = meta["recipe"].get("transforms", {})
     before = {(label, table.get("name", label)) for label, table in tables.items() if table.get("enabled", True)}
-    on = {(split_key(part.key)[-1], part.name): part for part in recipe.sets["transforms"]}
+    on = {(split_key(spec.key)[-1], spec.name): spec for spec in recipe.sets["transforms"]}
     problem = "was {} when the checkpoint was written, and what the model computes depends on it"
     allowed = "{}; or a new run that takes the weights alone, as checkpoint.init_from does"
     errors = []
-    for (label, name), part in on.items():
+    for (label, name), spec in on.items():
         transform = transforms[name]
         if (label, name) not in before and changes_model(transform) and not transform.leaves_model_as_it_is(step):
-            key = f"{part.key}.enabled"
+            key = f"{spec.key}.enabled"
             errors.append(
                 ConfigError(
                     key,
                     problem.format("off"),
                     value=True,
                     allowed=allowed.format("false"),
-                    where=recipe.origins.get(key) or recipe.origins.get(part.key),
+                    where=recipe.origins.get(key) or recipe.origins.get(spec.key),
                 )
             )
     for label, name in sorted(before - on.keys()):
@@ -151,9 +151,9 @@ def _class_changes_model(name: str) -> bool:
 def models_changed(recipe: Recipe, transforms: Mapping[str, Transform], step: int) -> dict[str, bool]:
     """Label -> whether the model computes something else without it from here on, of each transform that may."""
     return {
-        split_key(part.key)[-1]: not transforms[part.name].leaves_model_as_it_is(step)
-        for part in recipe.sets["transforms"]
-        if changes_model(transforms[part.name])
+        split_key(spec.key)[-1]: not transforms[spec.name].leaves_model_as_it_is(step)
+        for spec in recipe.sets["transforms"]
+        if changes_model(transforms[spec.name])
     }
 
 

@@ -53,7 +53,7 @@ class ComponentSpec:
 
 
 def dump(section: Section) -> dict[str, Any]:
-    """A section as plain TOML-ready values; keys that are None are left out, parts become tables with `name`."""
+    """A section as plain TOML-ready values; keys that are None are left out, components become tables with `name`."""
     table: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = _plain(getattr(section, name))
@@ -83,7 +83,7 @@ class ResumeRule:
 
 
 def resume_rules(section: Section, default: str, key: Key = ()) -> dict[Key, ResumeRule]:
-    """Key -> its rule for every leaf of a section at `key`, those of parts inside included."""
+    """Key -> its rule for every leaf of a section at `key`, those of components inside included."""
     rules: dict[Key, ResumeRule] = {}
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)

@@ -1,8 +1,4 @@
-"""A run as data: engine sections, one component a slot, and the sets of transforms, parallelisms and metrics.
-
-`resolve` turns a `config.Tree` into a `Recipe` in two passes. The first checks everything the engine itself owns and
-needs no torch; the second imports plug-ins and components and checks their own sections. Knows no mesh, no device.
-"""
+"""A run as data: engine sections, one component a slot, and the sets of transforms, parallelisms and metrics."""
 
 from __future__ import annotations
 
@@ -48,13 +44,13 @@ class Recipe:
         for section in SECTIONS:
             table = dump(getattr(self, section)) if section in ENGINE_SECTIONS else {}
             if section in self.slots:
-                part = self.slots[section]
-                table = {"name": part.name, **dump(part.config)}
+                spec = self.slots[section]
+                table = {"name": spec.name, **dump(spec.config)}
             for group, enabled in ((self.sets, True), (self.disabled, False)):
-                for part in group.get(section, ()):
-                    label = split_key(part.key)[-1]
-                    component = {"name": part.name} if part.name != label else {}
-                    table[label] = {"enabled": enabled, **component, **dump(part.config)}
+                for spec in group.get(section, ()):
+                    label = split_key(spec.key)[-1]
+                    component = {"name": spec.name} if spec.name != label else {}
+                    table[label] = {"enabled": enabled, **component, **dump(spec.config)}
             tables[section] = table
         return tables
 
@@ -63,13 +59,13 @@ class Recipe:
         rules: dict[Key, ResumeRule] = {}
         for section in ENGINE_SECTIONS:
             rules |= resume_rules(getattr(self, section), "free", (section,))
-        for section, part in self.slots.items():
-            default = KINDS[part.kind].on_resume
+        for section, spec in self.slots.items():
+            default = KINDS[spec.kind].on_resume
             rules[(section, "name")] = ResumeRule(default)
-            rules |= resume_rules(part.config, default, (section,))
-        for parts in self.sets.values():
-            for part in parts:
-                rules |= resume_rules(part.config, KINDS[part.kind].on_resume, split_key(part.key))
+            rules |= resume_rules(spec.config, default, (section,))
+        for specs in self.sets.values():
+            for spec in specs:
+                rules |= resume_rules(spec.config, KINDS[spec.kind].on_resume, split_key(spec.key))
         return rules
 
 

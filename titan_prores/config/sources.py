@@ -1,8 +1,4 @@
-"""TOML files and command-line overrides to one tree of values, each with the place it came from.
-
-Also the typed sections (`Section`, `setting`, `slot`) that engine and components declare their keys with. Knows
-nothing of torch or of any component by name.
-"""
+"""TOML files and command-line overrides to one tree of values, each with the place it came from."""
 
 from __future__ import annotations
 
@@ -30,15 +26,6 @@ SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 # What a recipe says of itself alone: a recipe that inherits from it is another one.
 NOT_INHERITED: tuple[Key, ...] = (("job", "description"),)
-
-
-# --- Typed sections -----------------------------------------------------------------------------------------------
-
-
-# --- Keys ---------------------------------------------------------------------------------------------------------
-
-
-# --- Values and where they came from ------------------------------------------------------------------------------
 
 
 class Import(NamedTuple):

@@ -371,17 +371,17 @@ def resolved(**settings: Any) -> tuple[Any, list[ConfigError], dict[str, str]]:
 
 @pytest.mark.parametrize("norm", NORM_SCHEMES)
 def test_a_scheme_brings_its_own_init_unless_one_is_given(norm: str) -> None:
-    part, _, origins = resolved(norm=norm)
+    spec, _, origins = resolved(norm=norm)
     own = norm in ("deepnorm", "deepscale")
-    assert part.config.init == (norm if own else "trunc_normal")
+    assert spec.config.init == (norm if own else "trunc_normal")
     assert origins.get("model.init") == (f"norm {norm}" if own else None)
     assert resolved(norm=norm, init="normal")[0].config.init == "normal"
 
 
 def test_deepscale_needs_three_layers() -> None:
     for n_layers in (1, 2):
-        part, errors, _ = resolved(norm="deepscale", n_layers=n_layers)
-        assert part is None and [error.key for error in errors] == ["model.norm", "model.init"]
+        spec, errors, _ = resolved(norm="deepscale", n_layers=n_layers)
+        assert spec is None and [error.key for error in errors] == ["model.norm", "model.init"]
         assert f"is defined for n_layers of 3 and more, not {n_layers}" in str(errors[0])
         assert [e.key for e in resolved(init="deepscale", n_layers=n_layers)[1]] == ["model.init"]
     assert resolved(norm="deepscale", n_layers=3)[1] == []

@@ -1,4 +1,4 @@
-"""What every registered component owes its kind: a new part is tested by existing."""
+"""What every registered component owes its kind: a new one is tested by existing."""
 
 import inspect
 import json
@@ -58,9 +58,9 @@ def schedule(name: str, n_layers: int, folder: Path):
     table.write_text(f"step,{','.join(f'alpha_{layer}' for layer in layers)}\n0{',0' * n_layers}\n12{',1' * n_layers}")
     short = {"T": 3, "path": str(table), "warmup_steps": 3, "min_steps": 2, "max_steps": 5}
     fields = registry.lookup("residual_schedule", name).Config.model_fields
-    part, errors = spec_of("residual_schedule", name, **{key: short[key] for key in short.keys() & fields.keys()})
+    spec, errors = spec_of("residual_schedule", name, **{key: short[key] for key in short.keys() & fields.keys()})
     assert errors == []
-    return part.build(n_layers=n_layers)
+    return spec.build(n_layers=n_layers)
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
@@ -96,24 +96,24 @@ def test_every_key_is_described(section):
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
 def test_defaults_are_valid(kind, name):
-    """With no settings a part resolves, or it says which one it wants."""
+    """With no settings a component resolves, or it says which one it wants."""
     section = registry.lookup(kind, name).Config
     preset = section.presets({})
     required = {key for key, info in section.model_fields.items() if info.is_required() and key not in preset}
     if any(slot_kind(info) for info in section.model_fields.values()):
         return  # a nested component may need settings of its own
-    part, errors = spec_of(kind, name)
+    spec, errors = spec_of(kind, name)
     if required or errors:
-        assert part is None and errors
+        assert spec is None and errors
         said = " ".join(str(error) for error in errors)
         assert all(key in said for key in required), said
         assert all(error.problem for error in errors)
     else:
-        assert type(part.config) is section
+        assert type(spec.config) is section
         key = next(iter(section.model_fields), None)
         if key:
             with pytest.raises(Exception, match="frozen"):
-                setattr(part.config, key, None)
+                setattr(spec.config, key, None)
     for key, info in section.model_fields.items():  # what is declared as a default passes the key's own check
         if not info.is_required() and not slot_kind(info) and info.default is not None:
             _, errors = spec_of(
@@ -124,20 +124,20 @@ def test_defaults_are_valid(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
 def test_unknown_keys_and_wrong_types_are_refused(kind, name):
-    part, errors = spec_of(kind, name, no_such_key=1)
-    assert part is None and f"{kind}.no_such_key" in [error.key for error in errors]
+    spec, errors = spec_of(kind, name, no_such_key=1)
+    assert spec is None and f"{kind}.no_such_key" in [error.key for error in errors]
     for key, info in registry.lookup(kind, name).Config.model_fields.items():
         for wrong in (object(), [object()], {"a": object()}):
-            part, errors = spec_of(kind, name, **{key: wrong})
-            assert part is None and errors, f"{key} = {wrong} ({info.annotation})"
+            spec, errors = spec_of(kind, name, **{key: wrong})
+            assert spec is None and errors, f"{key} = {wrong} ({info.annotation})"
 
 
 @pytest.mark.parametrize("name", names("lr_scheduler"))
 @pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 1), (0, 20), (5, 20), (18, 20)])
 def test_lr_scheduler(name, warmup_steps, total_steps):
-    part, errors = spec_of("lr_scheduler", name, warmup_steps=warmup_steps)
+    spec, errors = spec_of("lr_scheduler", name, warmup_steps=warmup_steps)
     assert errors == []
-    scheduler = part.build(total_steps=total_steps)
+    scheduler = spec.build(total_steps=total_steps)
     factors = [scheduler.factor(step) for step in range(total_steps)]
     assert all(type(factor) is float and 0.0 <= factor <= 1.0 for factor in factors)
     assert max(factors) == 1.0
@@ -145,7 +145,7 @@ def test_lr_scheduler(name, warmup_steps, total_steps):
         np.testing.assert_allclose(factors[:warmup_steps], np.arange(warmup_steps) / warmup_steps, rtol=1e-12)
     # Pure: neither the order of questions nor another instance matters.
     assert [scheduler.factor(step) for step in reversed(range(total_steps))] == factors[::-1]
-    assert [part.build(total_steps=total_steps).factor(step) for step in range(total_steps)] == factors
+    assert [spec.build(total_steps=total_steps).factor(step) for step in range(total_steps)] == factors
 
 
 @pytest.mark.parametrize("name", names("residual_schedule"))
@@ -224,9 +224,9 @@ def test_loss(name, dtype):
 
 @pytest.mark.parametrize("name", names("model"))
 def test_model(name):
-    part = spec_of("model", name)[0]
+    spec = spec_of("model", name)[0]
     with torch.device("meta"):
-        model = part.build(vocab_size=33, seq_len=16)
+        model = spec.build(vocab_size=33, seq_len=16)
         tokens_BS = torch.zeros(2, 16, dtype=torch.int64)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert model(tokens_BS).shape == (2, 16, 33)
@@ -284,11 +284,11 @@ def test_transforms(kind):
 
 @pytest.mark.parametrize("name", names("dataset"))
 def test_datasets_are_built_without_reading(name):
-    part, _ = spec_of("dataset", name)
-    if part is None:
+    spec, _ = spec_of("dataset", name)
+    if spec is None:
         pytest.skip("needs settings; see test_datasets.py")
-    dataset = part.build()
-    assert dataset.fingerprint() == part.build().fingerprint()
+    dataset = spec.build()
+    assert dataset.fingerprint() == spec.build().fingerprint()
 
 
 @pytest.mark.parametrize("name", names("metrics"))

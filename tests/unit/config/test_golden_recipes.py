@@ -88,5 +88,5 @@ def test_defaults_stand_alone():
     """A recipe that says nothing runs."""
     recipe = resolve(sources.load(None, defaults=ROOT / "components" / "defaults.toml"))
     assert recipe.slots["model"].name == "llama"
-    assert [part.name for part in recipe.sets["parallelism"]] == ["fsdp", "tensor_parallel"]
+    assert [spec.name for spec in recipe.sets["parallelism"]] == ["fsdp", "tensor_parallel"]
     assert recipe.sets["transforms"] == ()

@@ -71,13 +71,13 @@ def test_values_and_their_origins(tmp_path):
     assert where["transforms.prores.residual_schedule.total"] == "recipe.toml:5"
     assert [group.lr_scale for group in recipe.slots["optimizer"].config.groups] == [1.0, 2.0]
     assert where["optimizer.groups.1.lr_scale"] == "recipe.toml:19"
-    # A part of a set is on because its table is there, unless it says otherwise.
+    # A component of a set is on because its table is there, unless it says otherwise.
     assert where["transforms.prores.enabled"] == "recipe.toml:4"
     assert where["parallelism.fsdp.enabled"] == "recipe.toml:23"
     assert where["metrics.console.enabled"] == "components/defaults.toml:34"
-    assert [part.key for part in recipe.sets["metrics"]] == ["metrics.console", "metrics.jsonl", "metrics.second"]
-    assert [part.name for part in recipe.sets["parallelism"]] == ["tensor_parallel"]
-    assert [part.name for part in recipe.disabled["parallelism"]] == ["fsdp"]
+    assert [spec.key for spec in recipe.sets["metrics"]] == ["metrics.console", "metrics.jsonl", "metrics.second"]
+    assert [spec.name for spec in recipe.sets["parallelism"]] == ["tensor_parallel"]
+    assert [spec.name for spec in recipe.disabled["parallelism"]] == ["fsdp"]
 
 
 def test_setting_a_key_of_a_transform_does_not_hide_what_switched_it_on():
@@ -116,8 +116,8 @@ def test_order_of_tables_means_nothing(tmp_path):
 
 def test_another_component_keeps_what_it_has_too(tmp_path):
     text = '[lr_scheduler]\nname = "wsd"\nwarmup_steps = 3\ndecay_ratio = 0.2\n'
-    part = recipe_of(text, "--lr_scheduler.name=cosine", tmp_path=tmp_path).slots["lr_scheduler"]
-    assert part.name == "cosine" and part.config.warmup_steps == 3 and not hasattr(part.config, "decay_ratio")
+    spec = recipe_of(text, "--lr_scheduler.name=cosine", tmp_path=tmp_path).slots["lr_scheduler"]
+    assert spec.name == "cosine" and spec.config.warmup_steps == 3 and not hasattr(spec.config, "decay_ratio")
     # And back again.
     overrides = ["--lr_scheduler.name=cosine", "--lr_scheduler.name=wsd"]
     assert recipe_of(text, *overrides, tmp_path=tmp_path).slots["lr_scheduler"].config.decay_ratio == 0.2

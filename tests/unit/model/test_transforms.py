@@ -116,7 +116,7 @@ def test_a_recipe_gives_them_in_that_order() -> None:
         registry.DEFAULTS,
     )
     recipe = resolve(tree)
-    assert [part.name for part in recipe.sets["transforms"]] == ["compile", "prores"]
+    assert [spec.name for spec in recipe.sets["transforms"]] == ["compile", "prores"]
     built = build_components(recipe, plan_mesh(recipe.parallelism, 1))
     assert [name for name, _ in built.transforms.named] == ["prores", "tensor_parallel", "compile", "fsdp"]
 

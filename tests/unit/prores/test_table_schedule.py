@@ -33,7 +33,7 @@ def recipe_of(path: Path | str, *overrides: str):
 
 
 def build(path: Path | str, n_layers: int = 4, *overrides: str):
-    transform = next(part for part in recipe_of(path, *overrides).sets["transforms"] if part.name == "prores")
+    transform = next(spec for spec in recipe_of(path, *overrides).sets["transforms"] if spec.name == "prores")
     return transform.config.residual_schedule.build(n_layers=n_layers)
 
 

@@ -176,7 +176,7 @@ def test_other_recipes_are_what_they_were() -> None:
         assert now(recipe_of(*launched("Fig. 5", {"PRORES": prores}))) == before(f"7b/{scheme}.toml")
         probed = recipe_of(*launched("Figs. 3 and 4", {"PRORES": prores}))
         assert now(probed) == before(f"1.3b/{scheme}.toml")
-        assert {"activation_norm", "residual_cosine"} <= {part.name for part in probed.sets["metrics"]}
+        assert {"activation_norm", "residual_cosine"} <= {spec.name for spec in probed.sets["metrics"]}
         table_3 = launched("Tables 3 and 4", {"METHOD": "lns", "PRORES": prores})
         assert table_3 == launched("Table 2", {"SIZE": "1.3b", "METHOD": "lns", "PRORES": prores})
 
@@ -249,10 +249,10 @@ def test_recipes_of_a_size_are_the_paper_s(size: str) -> None:
         assert training.mixed_precision_param == "bfloat16" and training.dtype == "float32"
         schedule = built.slots["lr_scheduler"].build(total_steps=training.steps)
         assert [schedule.factor(t) for t in (0, warmup // 2, warmup, 90_000, 95_000)] == [0, 0.5, 1, 1, 0.5]
-        parts = {part.name: part.config for part in built.sets["transforms"]}
-        assert "compile" in parts and ("activation_checkpoint" in parts) == (size in ("3b", "7b"))
-        alpha = parts["prores"].residual_schedule.build(n_layers=n_layers)
-        assert parts["prores"].residual_schedule.name == "linear"
+        specs = {spec.name: spec.config for spec in built.sets["transforms"]}
+        assert "compile" in specs and ("activation_checkpoint" in specs) == (size in ("3b", "7b"))
+        alpha = specs["prores"].residual_schedule.build(n_layers=n_layers)
+        assert specs["prores"].residual_schedule.name == "linear"
         assert alpha.alpha(total)[-1] == 1 > alpha.alpha(total - 1)[-1]
 
 
@@ -317,7 +317,7 @@ def test_table_6_has_the_paper_s_rows() -> None:
         assert built.training.steps == 60_000 and built.slots["model"].config.norm == run.values["norm"]
         assert built.slots["optimizer"].config.lr == (5e-4 if run.values["norm"] == "post" else 1e-3)
         assert built.slots["lr_scheduler"].config.warmup_steps == (6000 if post else 2000)
-        prores = {part.name: part.config for part in built.sets["transforms"]}.get("prores")
+        prores = {spec.name: spec.config for spec in built.sets["transforms"]}.get("prores")
         if schedule == "none":
             assert prores is None
         elif schedule.startswith("fix-"):
@@ -359,7 +359,7 @@ def test_fig_1_has_the_paper_s_curves_at_every_depth() -> None:
         built = sweep_recipe(sweep, run)
         model = built.slots["model"].config
         assert (model.dim, model.ffn_dim, model.n_heads) == (512, 1368, 8)
-        prores = {part.name: part.config for part in built.sets["transforms"]}.get("prores")
+        prores = {spec.name: spec.config for spec in built.sets["transforms"]}.get("prores")
         alpha = prores and (prores.residual_schedule.name, prores.residual_schedule.config.T)
         key = (*scheme_of(built), alpha, model.n_layers)
         found.setdefault(key, []).append(built.slots["optimizer"].config.lr)
@@ -389,7 +389,7 @@ def test_searches_of_the_learning_rate(size: str) -> None:
     for run in runs_of("lr_search.toml", f"size={size}"):
         built, scheme = sweep_recipe(sweep, run), run.values["method"]
         assert scheme_of(built) == SCHEMES[scheme]
-        assert "prores" not in {part.name for part in built.sets["transforms"]}
+        assert "prores" not in {spec.name for spec in built.sets["transforms"]}
         found.setdefault(scheme, []).append(built.slots["optimizer"].config.lr)
         table_2 = recipe_of("table2.toml", f"size={size},method={scheme},prores=off")
         mine, its = (flatten(each.to_dict()) for each in (built, table_2))
