@@ -344,7 +344,8 @@ def _layers(
         try:
             try:
                 file = Path(located(base, path.parent, PathRule(read=True)))
-                file = file if os.path.exists(file) else _shipped(Path(base))
+                if not os.path.exists(file) and (shipped := _shipped(Path(base))) != Path(base):
+                    file = shipped
             except ConfigError as error:
                 raise ConfigErrors([error.under("base").at(place(("base",)))]) from error
             for layer in _layers(file, chain=(*chain, path), named_by=place(("base",)), written=base):
