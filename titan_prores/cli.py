@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # Command -> "module:function" that takes the arguments after it and returns an exit status, and one line of help.
 COMMANDS = {
-    "launch": ("titan_prores.cli:launch", "train on several processes of one machine or more"),
-    "train": ("titan_prores.cli:run_recipe", "train in this process; under torchrun, as one of its ranks"),
-    "check": ("titan_prores.cli:check", "resolve a recipe and say what it would run, and what memory that takes"),
-    "components": ("titan_prores.cli:components", "list the components there are"),
+    "launch": ("titan_prores.cli:launch", "train with several processes on one or more machines, as torchrun does"),
+    "train": ("titan_prores.cli:run_recipe", "train in the current process; also works under torchrun"),
+    "check": ("titan_prores.cli:check", "print the resolved recipe and the memory it needs, without training"),
+    "components": ("titan_prores.cli:components", "list the available components"),
     "sweep": (
         "titan_prores.tools.sweep.command:main",
         "train a grid of variants of a recipe, and put them into a table",
@@ -34,7 +34,7 @@ COMMANDS = {
     "plot": ("titan_prores.tools.plots.command:main", "draw figures from run folders"),
     "checkpoint": ("titan_prores.tools.checkpoint:main", "list, verify, compare and prune checkpoints"),
     "benchmark": ("titan_prores.tools.benchmark:main", "measure what ProRes and compiling cost on this machine"),
-    "gpu-check": ("titan_prores.tools.gpu_check:main", "see that a machine with GPUs computes right, and how fast"),
+    "gpu-check": ("titan_prores.tools.gpu_check:main", "check numerics and speed of this machine's GPUs"),
 }
 
 USAGE = """\
@@ -45,8 +45,8 @@ Pretrain language models from TOML recipes, with Progressive Residual Warmup.
 commands:
 {commands}
 
-Without a command: as train. titan-prores COMMAND --help says more; titan-prores train --help TOPIC says what the keys
-of a section (training) or of a component (lr_scheduler.wsd) mean.
+The default command is train. titan-prores COMMAND --help lists options; titan-prores train --help TOPIC lists the keys
+of a section (training) or of a component (lr_scheduler.wsd).
 
 First steps:
   titan-prores train --config quickstart                          300 steps on the text of Python's standard library

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @register("checkpoint", "dcp")
 class DistributedCheckpoint:
-    """Model and optimizer by torch.distributed.checkpoint, loadable on any number of ranks; whole or not there.
+    """Model and optimizer by torch.distributed.checkpoint, loadable on any number of ranks; complete or not there.
 
     A checkpoint is a folder `step-<k>`: files of DCP, which hold tensors alone, `meta.json` with everything else, and a
     manifest with size and hash of each file. It is renamed to that name once every rank's bytes are on disk and read
@@ -55,10 +55,9 @@ class DistributedCheckpoint:
         )
         async_mode: Literal["disabled", "thread", "process"] = setting(
             "disabled",
-            "disabled = training waits until a checkpoint is published; thread = training goes on while a copy in the "
-            "CPU's memory, as large as a rank's share of weights and optimizer state, is written; process = and a "
-            "process of its own writes it at low priority, so that training need not share its interpreter with the "
-            "writer, for some 300 MB of memory a rank more",
+            "disabled: training waits until the checkpoint is saved. thread: copies the rank's weights and optimizer "
+            "state to CPU memory and saves them in a background thread. process: as thread, but saves in a separate "
+            "low-priority process, which does not share Python's interpreter lock and takes about 300 MB more per rank",
         )
         init_from: ReadPath | None = setting(
             None,

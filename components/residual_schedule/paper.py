@@ -17,7 +17,7 @@ def _component(name: str) -> type:
 
         T: float | None = setting(None, "warmup length of the first layer", unit="optimizer steps")
         total: float | None = setting(
-            None, "alternative to T: the step at which every layer has reached alpha = 1", unit="optimizer steps"
+            None, "step at which every layer has reached alpha = 1; give either T or total", unit="optimizer steps"
         )
 
         @model_validator(mode="after")

@@ -37,9 +37,9 @@ class ProResTransform(Transform):
         residual_schedule: ComponentSpec = slot("residual_schedule", "linear", "alpha(layer, step) and its length")
         start: Literal["fresh", "warm"] | int | None = setting(
             None,
-            'where the schedule starts: "fresh" = at step 0, the default for new weights; "warm" = '
-            "every alpha at its last value; or the step that the warmup has reached (an adaptive one without what it "
-            "has measured). Weights from elsewhere (checkpoint.init_from) need it",
+            'where the schedule starts: "fresh" at step 0, the default for new weights; "warm" with every alpha at its '
+            "last value; a number at that step (an adaptive schedule starts without measurements). Required with "
+            "checkpoint.init_from",
             on_resume="same",
         )
         log_alpha: bool = setting(True, "write alpha of every layer to the detailed metrics rows", on_resume="free")

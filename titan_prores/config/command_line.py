@@ -15,7 +15,7 @@ MOST_RANKS = 100_000
 
 USAGE = "%(prog)s --config RECIPE [--section.key=value ...]"
 EPILOG = """\
---section.key=value overrides anything in the recipe. The value is TOML; quotes around a word may be left out.
+--section.key=value overrides any value of the recipe. The value is TOML; quotes around a word may be left out.
 
 Exit status: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped by SIGTERM, SIGHUP, SIGUSR1 or
 Ctrl-C with everything saved (the same command goes on), 1 anything else. Under torchrun see status.json in the run
@@ -64,7 +64,7 @@ def parser(prog: str = "titan-prores train") -> ArgumentParser:
         help="TOML file, or the name of a recipe that is shipped, such as quickstart",
     )
     made.add_argument(
-        "--check", action="count", default=0, help="print the resolved recipe and what it would run, and stop"
+        "--check", action="count", default=0, help="print the resolved recipe and the memory it needs, and stop"
     )
     made.add_argument(
         "--world-size", action="append", default=[], metavar="N", help="with --check: for this many ranks"
@@ -76,7 +76,7 @@ def parser(prog: str = "titan-prores train") -> ArgumentParser:
         const="",
         default=[],
         metavar="KIND",
-        help="list the components there are, one line each, and stop",
+        help="list the available components, one line each, and stop",
     )
     made.add_argument(
         "-h",

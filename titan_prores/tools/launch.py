@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 EPILOG = """\
-Everything else is as without launch: --config FILE and --section.key=value ..., see titan-prores --help.
+All other options are those of titan-prores train: --config RECIPE and --section.key=value ..., see
+titan-prores train --help.
 
-Exit status: that of the rank that ended first: 0 the run went well, 2 the recipe or command line is wrong, 75 stopped
-by a signal with everything saved (the same command goes on), 1 anything else.
+Exit status: that of the first rank to fail, or 0: 0 the run went well, 2 the recipe or command line is wrong, 75
+stopped by a signal with everything saved (the same command goes on), 1 anything else.
 """
 
 
@@ -39,7 +40,7 @@ def parser() -> ArgumentParser:
     """Of the launcher's own options, in torchrun's spelling too; what it does not know is the run's."""
     made = ArgumentParser(
         prog="titan-prores launch",
-        description="Train on several processes, one a GPU.",
+        description="Train with several processes, one per GPU.",
         usage="%(prog)s [--nproc N] [--nnodes N --rdzv-endpoint HOST:PORT] --config FILE [--section.key=value ...]",
         epilog=EPILOG,
     )
@@ -57,9 +58,11 @@ def parser() -> ArgumentParser:
         help="processes on this machine; auto (the default): one for each GPU, or one without any",
     )
     option("--nnodes", type=_count, default=1, metavar="N", help="machines; start the same command on each of them")
-    option("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: a free port on one of them")
-    option("--rdzv-id", metavar="ID", help="tells jobs that meet at one place apart; the same on all machines")
-    option("--local-addr", metavar="ADDRESS", help="of this machine, where its name is not known to the others")
+    option("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous endpoint: a free port on one of the machines")
+    option("--rdzv-id", metavar="ID", help="job id of the rendezvous, unique per job; the same on all machines")
+    option(
+        "--local-addr", metavar="ADDRESS", help="address of this machine, if its name does not resolve on the others"
+    )
     return made
 
 

@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         prog="titan-prores plot",
         description="Draw figures from run folders.",
         allow_abbrev=False,
-        epilog="Exit status: 0 drawn, 2 the command is wrong or a run lacks what it takes. "
+        epilog="Exit status: 0 drawn, 2 the command is wrong or a run lacks required metrics. "
         "titan-prores plot COMMAND --help says more. matplotlib comes with the extra titan-prores[plot].",
     )
     commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -210,7 +210,7 @@ def _above_zero(text: str) -> float:
 
 
 def alpha(options: argparse.Namespace) -> Figure:
-    """alpha of every layer over the run (Fig. 6).
+    """alpha of every layer over the run (paper, Fig. 6).
 
     Of schedules by name, of a recipe's schedule, or as runs have logged it.
     """
@@ -348,7 +348,7 @@ def _curve(run: Run) -> figures.Curve:
 
 
 def gap(options: argparse.Namespace) -> Figure:
-    """Loss of one run minus that of another, in training and on held-out text (Fig. 5).
+    """Loss of one run minus that of another, in training and on held-out text (paper, Fig. 5).
 
     Several runs of either label, one a seed, make pairs of equal training.seed; their mean is drawn too.
     """
@@ -408,7 +408,7 @@ def _by_seed(runs: Sequence[Run]) -> dict[int, Run]:
 
 
 def activation(options: argparse.Namespace) -> Figure:
-    """Activation norm of every layer over the run (Fig. 3).
+    """Activation norm of every layer over the run (paper, Fig. 3).
 
     Takes the probe activation_norm; --key draws another list for each layer, such as layer_grad_norm.
     """
@@ -442,7 +442,7 @@ def _unused(label: str, taken: Mapping[str, Any]) -> str:
 
 
 def cosine(options: argparse.Namespace) -> Figure:
-    """Cosine of residual outputs by layer, early in a run against its end (Fig. 4).
+    """Cosine of residual outputs by layer, early in a run against its end (paper, Fig. 4).
 
     Takes the probe residual_cosine, or the checkpoints of two steps.
     """
@@ -472,7 +472,7 @@ def cosine(options: argparse.Namespace) -> Figure:
 
 
 def depth(options: argparse.Namespace) -> Figure:
-    """Perplexity and spike scores over the number of layers (Figs. 1 and 2).
+    """Perplexity and spike scores over the number of layers (paper, Figs. 1 and 2).
 
     The perplexity is that after the recipe's last step. A score is the share of steps between 10 % and 90 % of the run
     that are --threshold standard deviations or more from the --window steps before them; a run that is no longer than

@@ -64,9 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="AXIS=VALUE,...",
         help="only the runs with these values, or the one of this name; may be repeated",
     )
-    parser.add_argument("--retry-failed", action="store_true", help="run those again that failed; not the diverged")
+    parser.add_argument("--retry-failed", action="store_true", help="run failed runs again, but not diverged ones")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--dry-run", action="store_true", help="print the commands of what is left, and run nothing")
+    modes.add_argument(
+        "--dry-run", action="store_true", help="print the commands of the remaining runs, and run nothing"
+    )
     modes.add_argument("--list", action="store_true", help="print every run and its state")
     modes.add_argument(
         "--collect", action="store_true", help="only pack the results, make the tables and draw the figures"
@@ -76,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     bare.add_argument("--config", metavar="RECIPE", help="the recipe that every run starts from")
     bare.add_argument("--folder", help="run folders go below it")
     bare.add_argument("--axis", action="append", default=[], metavar="KEY=VALUES", help="section.key=value,value")
-    bare.add_argument("--seeds", type=_seeds, default=[], metavar="0,1,2", help="of every combination; default 0")
-    bare.add_argument("--pair", metavar="KEY", help="an axis of two values, without and with, to compare")
+    bare.add_argument("--seeds", type=_seeds, default=[], metavar="0,1,2", help="seeds of each combination; default 0")
+    bare.add_argument("--pair", metavar="KEY", help="an axis of two values to compare: the baseline, then the other")
     bare.add_argument("--metric", help="key of metrics.jsonl whose last value is compared; default validation_loss")
     return parser
 
