@@ -61,7 +61,8 @@ class SkippedRecords:
                 problem = f"another record cannot be used: {error}"
                 raise ConfigError("max_skipped_records", problem, value=self.limit) from error
             if self.used:  # else it is the recipe that is wrong
-                error.problem += f" (record {self.used + 1:,}; dataset.max_skipped_records can allow for some)"
+                problem = f"{error.problem} (record {self.used + 1:,}; dataset.max_skipped_records can allow for some)"
+                raise error.but(problem=problem) from error
             raise error
         self.skipped += 1
         self._first = self._first or str(error)
